@@ -13,7 +13,7 @@ from tests.making import prompts_artifact
 from tests.policies import commit_prompts
 from tests.waiting import LIMIT_S
 from tuneloop.core.artifacts import Artifact
-from tuneloop.formats.held_out import HeldOutFacts
+from tuneloop.formats.facts import CheckpointFacts
 from tuneloop.formats.rollouts import Request
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.transformers import Transformers
@@ -120,7 +120,7 @@ def test_the_demo_on_a_pretrained_model(smollm2: Path, tmp_path: Path) -> None:
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
     subprocess.run(command, cwd=root, check=True, timeout=6 * LIMIT_S)
-    held_out = HeldOutFacts.read(Artifact(f"{tmp_path}/small/sft").manifest.facts)
+    held_out = CheckpointFacts.read(Artifact(f"{tmp_path}/small/sft")).held_out
     assert held_out is not None and held_out.demonstrations == 16
     assert held_out.loss_after < held_out.loss_before
     for stage in ("evaluate-before", "evaluate-after"):

@@ -79,7 +79,7 @@ def moments(checkpoint: Artifact) -> dict[str, torch.Tensor]:
     held, state = find_state(checkpoint), trainer_state(checkpoint)
     assert held and state
     adam = Optimization(1e-3, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)
-    adapters = state.get("lora")
+    adapters = state.lora
     trainer = Trainer(
         checkpoint.path / "model", Ranks("cpu"), adam, lora=adapters and Lora(**adapters)
     )

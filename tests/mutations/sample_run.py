@@ -61,7 +61,12 @@ def tune(
     canary = Canary(ids=[3, 1, 4], logprobs=[-0.5, -1.25 - version], noise=noise)
     canary.write(stage.out / "canary.json")
     stage.metric(iteration, loss=1.0 / version, entropy=0.5)
-    state = {"digest": f"{version:032x}"}
+    state = {
+        "stage": "tune",
+        "step": version,
+        "betas": [0.9, 0.99],
+        "digest": f"{version:032x}",
+    }
     stage.facts.update(
         version=version, iteration=iteration, save_dtype="float32", trainer_state=state
     )

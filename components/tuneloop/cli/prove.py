@@ -306,7 +306,7 @@ def push_version(
 
 
 def _name_version(run: Any, version: str | None) -> str:
-    newest = "".join(str(each.manifest.facts["version"]) for each in run.checkpoints[-1:])
+    newest = "".join(str(each.version) for each in run.checkpoints[-1:])
     return f"v{(version or newest).removeprefix('v')}"
 
 

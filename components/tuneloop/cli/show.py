@@ -110,7 +110,7 @@ def show_weights(run: Run) -> None:
         model_bytes = sum(file.size for name, file in files.items() if name.startswith("model/"))
         mark = " latest" if entry is checkpoints[-1] else ""
         row = (
-            f"{entry.manifest.facts['version']}{mark}",
+            f"{entry.version}{mark}",
             entry.key,
             entry.manifest.digest.removeprefix("sha256:")[:12],
             format_size(model_bytes),

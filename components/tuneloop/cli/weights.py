@@ -240,7 +240,7 @@ def _verify_checkpoints(run: "Run", version: int | None) -> int:
     from tuneloop.runs.verification import find_state_entry, verify_artifact
 
     run.refresh(all_iterations=True)
-    versions = [entry.manifest.facts["version"] for entry in run.checkpoints]
+    versions = [entry.version for entry in run.checkpoints]
     if not versions or version not in (None, *versions):
         remedy = f"is not in this run; versions: {', '.join(map(str, versions)) or 'none'}"
         raise UserError("version", version, remedy)

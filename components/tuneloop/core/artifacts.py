@@ -143,6 +143,12 @@ class Manifest(BaseModel, frozen=True):
         return _compute_digest(json.loads(self.model_dump_json()))
 
     @property
+    def version(self) -> int | None:
+        """The policy version that the artifact holds or was made with; None if it has none."""
+        version: int | None = self.facts.get("version")
+        return version
+
+    @property
     def scalars(self) -> dict[str, float]:
         """The results that can be drawn."""
         return {

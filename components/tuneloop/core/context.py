@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 from pydantic import BaseModel
+from typing_extensions import TypeVar
 
 from tuneloop.core.artifacts import (
     MANIFEST,
@@ -47,9 +48,14 @@ class Options(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
         return cls.flags or tuple(cls.model_fields)
 
 
+StageParams = TypeVar("StageParams", default=Any)
+
+
 @dataclasses.dataclass
-class Stage:
+class Stage(Generic[StageParams]):
     """What a stage's function is given of the run it is part of.
+
+    A function that reads parameters of the stage names them by a protocol, as in ``Stage[RetentionParams]``.
 
     Attributes:
         out: the directory for output files, shared by all ranks of a machine, and by all machines
@@ -69,7 +75,7 @@ class Stage:
     """
 
     name: str
-    params: Params
+    params: StageParams
     out: Path
     out_url: str
     attempt: str
@@ -106,9 +112,8 @@ class Stage:
         """Derive the seed of a named stream, from the stage's ``seed`` parameter (and
         ``iteration``, if it has one).
         """
-        seed = getattr(self.params, "seed", 0)
-        iteration = getattr(self.params, "iteration", 0)
-        return derive_seed(seed, purpose, iteration, *index)
+        params = vars(self.params)
+        return derive_seed(params.get("seed", 0), purpose, params.get("iteration", 0), *index)
 
     def metric(self, step: int, **values: float) -> None:
         """Append one row to ``metrics.jsonl``.

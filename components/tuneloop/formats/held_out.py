@@ -1,9 +1,7 @@
 """What a checkpoint says of the loss on held-out demonstrations: ``facts.held_out``."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 FACT = "held_out"
 
@@ -22,11 +20,6 @@ class HeldOutFacts:
     targets: int
     loss_before: float
     loss_after: float
-
-    @classmethod
-    def read(cls, facts: Mapping[str, Any]) -> "HeldOutFacts | None":
-        """Return them from the facts of a manifest; None where nothing was held out."""
-        return cls(**facts[FACT]) if FACT in facts else None
 
     def to_facts(self) -> dict[str, dict[str, float]]:
         """Return them as the facts of a manifest."""

@@ -7,9 +7,10 @@ import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
+from tuneloop.formats.facts import PromptFacts
 from tuneloop.formats.rows import list_columns, name_row, split_numbers
 from tuneloop.formats.tokens import encode_prompt_row
-from tuneloop.formats.too_long import SHOWN, LengthPolicy
+from tuneloop.formats.too_long import SHOWN
 
 REQUIRED = ("id", "prompt", "chat")
 
@@ -27,7 +28,7 @@ def check_prompts(
     Later stages skip the ones that do not fit; here it is known how many they are. Counts, the
     longest prompt and the first rows are left in ``facts.prompts``. Raises UserError: a prompt that
     the chat template cannot render, or more that do not fit than the data allows to drop."""
-    rule = LengthPolicy.from_facts(prompts.manifest.facts)
+    rule = PromptFacts.read(prompts).length_policy
     counts: dict[str, Any] = {}
     for split, tokens in completion_tokens.items():
         if f"{split}.parquet" not in prompts.manifest.files:

@@ -1,8 +1,8 @@
 """What becomes of rows that are too long, and how many may be dropped."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tuneloop.core.errors import UserError
 
@@ -22,11 +22,6 @@ class LengthPolicy:
 
     action: TooLong = "drop"
     share: float = DROP_AT_MOST
-
-    @classmethod
-    def from_facts(cls, facts: Mapping[str, Any]) -> "LengthPolicy":
-        """Read the settings from the facts of the data, or of tokens made of it."""
-        return cls(facts.get("too_long", "drop"), facts.get("drop_at_most", DROP_AT_MOST))
 
     def count_allowed(self, total: int) -> int:
         """Return how many of `total` rows may be dropped: the share, rounded down, and one at least

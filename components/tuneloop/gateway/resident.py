@@ -15,6 +15,7 @@ from tuneloop.core.component import Params
 from tuneloop.core.context import Stage
 from tuneloop.core.errors import UserError
 from tuneloop.core.provenance import collect_provenance
+from tuneloop.formats.facts import CheckpointFacts, VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.token_files import Document
 from tuneloop.gateway.wire import Datum
@@ -183,7 +184,7 @@ class Resident:
         stage.facts.update(facts)
         stage.notes.update(device=self.ranks.device.type)
         try:
-            dtype = base.manifest.facts.get("save_dtype", "float32")
+            dtype = CheckpointFacts.read(base).save_dtype or "float32"
             checkpoint.write_checkpoint(
                 stage, self.trainer, base, dtype, self.version, "files" if with_state else "none"
             )
@@ -231,7 +232,7 @@ class Resident:
         base = checkpoint.lora_base(policy) if optimizer and self.lora else policy
         directory = checkpoint.model_dir(base)
         saved = written.part("trainer") if written else None
-        version = int(policy.manifest.facts["version"])
+        version = VersionFacts.read(policy).version
         self.__dict__.pop(
             "trainer", None
         )  # two may not fit into memory; the checkpoint was checked before
@@ -240,7 +241,7 @@ class Resident:
         trainer.base = base
         checkpoint.load_masters(trainer, base)
         if saved and state is not None:
-            trainer.load(saved, state["step"])
+            trainer.load(saved, state.step)
         self.trainer: Trainer = trainer
         self.version = version
         self.saved = version
@@ -371,8 +372,8 @@ def _document(datum: Datum, needed: Sequence[str], policy: "Policy") -> Document
 
 
 def _adapters(policy: Artifact) -> Lora | None:
-    state = checkpoint.trainer_state(policy) or {}
-    return Lora.model_validate(state["lora"]) if state.get("lora") else None
+    state = checkpoint.trainer_state(policy)
+    return Lora.model_validate(state.lora) if state and state.lora else None
 
 
 def _optimization(adam: AdamParams) -> Optimization:

@@ -21,6 +21,7 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import Store, local_path, normalize_url
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Request
 from tuneloop.formats.tokens import load_tokenizer, stop_ids
 from tuneloop.gateway import messages, wire
@@ -197,7 +198,7 @@ class Session:
             raise UserError("base_model", None, "is required, or model_path")
         policy = self._artifact(named)
         checkpoint.model_dir(policy)
-        self.samplers.setdefault(sampling, Snapshot(policy, int(policy.manifest.facts["version"])))
+        self.samplers.setdefault(sampling, Snapshot(policy, VersionFacts.read(policy).version))
         self.ledger.open(sampling)
         return sampling
 

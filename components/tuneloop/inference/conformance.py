@@ -18,6 +18,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.http import Response, Unanswered, open_response
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.server_token import build_token_headers
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.inference.engines.endpoint import check_url
 from tuneloop.inference.proof import read_canary
 
@@ -368,7 +369,7 @@ def check_weights(probe: Probe) -> None:
     """it serves the checkpoint: its version, and the trainer's log-probabilities of the canary"""
     if probe.policy is None:
         raise Skipped("give --policy, the checkpoint that should be served")
-    want = probe.policy.manifest.facts["version"]
+    want = VersionFacts.read(probe.policy).version
     canary = read_canary(probe.policy)
     served = probe.one(probe.prompt(7))["end_version"]
     _expect(served == want, f"says version {served}, the checkpoint is version {want}")

@@ -13,6 +13,7 @@ from tuneloop.core.artifacts import Artifact, Role
 from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.model_files import read_vocabulary_size
 from tuneloop.formats.rollouts import (
     Completion,
@@ -174,7 +175,7 @@ def generate_completions(
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
     weakest = min(proofs, key=lambda proof: (proof.is_by_tensors, -proof.mean))
     stage.facts.update(
-        version=policy.manifest.facts["version"],
+        version=VersionFacts.read(policy).version,
         digest=policy.manifest.digest,
         engine=engine.name,
         sampling={
@@ -292,7 +293,7 @@ def measure_staleness(
     Raises:
         StaleWeights: some are older than the bound, or newer than the policy.
     """
-    current = policy.manifest.facts["version"]
+    current = VersionFacts.read(policy).version
     versions = [v for group in completions for c in group for v in get_versions(c)]
     if not versions or not current - bound <= min(versions) <= max(versions) <= current:
         raise StaleWeights(

@@ -21,6 +21,7 @@ from tuneloop.core.attempts import record_progress
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engine_loop import EngineLoop, Mode, Ticket
 from tuneloop.inference.engines import Sampling
@@ -160,7 +161,7 @@ class HttpApi:
         else:
             policy = _fetch(ref)
             engine = self.loop.engine
-            wanted = (policy.manifest.facts["version"], policy.manifest.digest)
+            wanted = (VersionFacts.read(policy).version, policy.manifest.digest)
             with self.loading:
                 if force or (engine.version, engine.digest) != wanted:
                     if wanted != self.kept:
@@ -342,7 +343,7 @@ def change_policy(loop: EngineLoop, policy: Artifact) -> Future[dict[str, float]
             )
         engine.tensor_proof = proof
 
-    version = policy.manifest.facts["version"]
+    version = VersionFacts.read(policy).version
     return loop.call(loop.change, model, version, policy.manifest.digest, check=check)
 
 

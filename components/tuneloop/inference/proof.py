@@ -24,6 +24,7 @@ from tuneloop.formats.canary import (
     read_canary_file,
     tell_versions_apart,
 )
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.inference.engines import Engine, Readable, TensorProof
 from tuneloop.inference.engines._tensors import digest_model
 
@@ -115,7 +116,7 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float | None = No
 
 def compare_weights(engine: Engine, policy: Artifact, tolerance: float | None = None) -> Proof:
     """Compare what `engine` serves with `policy`, once. Raises WrongWeights where it differs."""
-    version = policy.manifest.facts["version"]
+    version = VersionFacts.read(policy).version
     digest = policy.manifest.digest
     if (engine.version, engine.digest) != (version, digest):
         raise WrongWeights(
@@ -149,7 +150,7 @@ def compare_tensors(engine: Engine, policy: Artifact) -> TensorProof | None:
     proof = engine.read_back(policy) if isinstance(engine, Readable) else None
     if proof is None:
         return None
-    version = policy.manifest.facts["version"]
+    version = VersionFacts.read(policy).version
     expected = digest_policy(policy)
     if proof.digest != expected:
         raise WrongWeights(
@@ -236,7 +237,7 @@ def check_nearest_version(name: str, version: int, proof: Proof) -> None:
 def describe_blind_spot(policy: Artifact, statement: JsonMapping, engine: str) -> str:
     """Say what the proof of a foreign endpoint does not show, where it cannot tell a version from
     the one before. `statement` is that of `Proof.describe`."""
-    version = policy.manifest.facts["version"]
+    version = VersionFacts.read(policy).version
     rate = statement["learning_rate"]
     separation = statement["separation"]
     at_rate = f" at the learning rate {rate:g}" if rate else ""

@@ -170,9 +170,7 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
 
 def build_handle(url: str, manifest: Manifest) -> JsonObject:
     """Build an artifact's handle, which one task passes to the next; KFP's metadata cannot hold nulls."""
-    version = (
-        {} if manifest.facts.get("version") is None else {"version": manifest.facts["version"]}
-    )
+    version = {} if manifest.version is None else {"version": manifest.version}
     return {
         "ref": f"{url}@{manifest.digest}",
         "digest": manifest.digest,

@@ -65,7 +65,7 @@ def attest_version(
         UserError: the audit fails, or the directory has files besides the checkpoint's, a card and
             a license.
     """
-    version = entry.manifest.facts["version"]
+    version = entry.version
     directory = (output or Path(f"{run.name}-v{version}")).absolute()
     evaluations = _list_evaluations(run, entry)
     chain = prove_chain(run, version, entry, evaluations)
@@ -131,7 +131,7 @@ def push_version(
                 repo_id=repo,
                 folder_path=directory,
                 delete_patterns=STALE_FILES,
-                commit_message=f"Version {entry.manifest.facts['version']} of {run.name}",
+                commit_message=f"Version {entry.version} of {run.name}",
             )
         return str(commit.commit_url)
     except Exception as error:
@@ -161,7 +161,7 @@ def _write_push(
         # An adapter is computed from the trainer's state.
         state = find_state_entry(run, entry)
         audited += [state] if state else []
-    chain = prove_chain(run, entry.manifest.facts["version"], entry, audited)
+    chain = prove_chain(run, entry.version, entry, audited)
     if adapter:
         write_adapter(Artifact(run.reference(entry)), directory, repo)
         head = (directory / CARD).read_text()
@@ -201,7 +201,7 @@ def _describe_build(
     dependencies += [_describe_entry(run, source) for source in sources]
     parameters = {
         "run": run.name,
-        "version": f"{entry.manifest.facts['version']}",
+        "version": f"{entry.version}",
         # As text: a statement's numbers are doubles, which not all parameters are.
         "stages": {source.stage: dump_canonical_json(source.manifest.params) for source in sources},
     }

@@ -23,6 +23,7 @@ from tuneloop.core.attempts import FAILED, FAILURE
 from tuneloop.core.errors import Corrupt
 from tuneloop.core.index import DIGEST, Index, map_requests
 from tuneloop.core.store import Store
+from tuneloop.formats.facts import VersionFacts
 
 MANIFEST_KEY = re.compile(
     r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$"
@@ -51,6 +52,11 @@ class Entry:
     stage: str
     iteration: int | None
     manifest: Manifest
+
+    @property
+    def version(self) -> int:
+        """The policy version that a checkpoint holds. Raises UserError where it is no checkpoint."""
+        return VersionFacts.read(self.manifest).version
 
     @property
     def started(self) -> float:
@@ -205,13 +211,10 @@ class CommittedArtifacts:
         checkpoints = [
             entry
             for entry in self.entries
-            if entry.manifest.facts.get("version") is not None
+            if entry.manifest.version is not None
             and any(name.startswith("model/") for name in entry.manifest.files)
         ]
-        return sorted(
-            checkpoints,
-            key=lambda e: (e.manifest.facts["version"], e.started),
-        )
+        return sorted(checkpoints, key=lambda entry: (entry.version, entry.started))
 
     def reference(self, entry: Entry) -> str:
         """Return the reference ``URL@digest`` of an artifact of this run."""
@@ -239,7 +242,7 @@ class CommittedArtifacts:
         facts say.
         """
         source = self.find_policy(entry) or entry
-        return source.manifest.facts.get("version")
+        return source.manifest.version
 
     def read(self, entry: Entry, name: str) -> bytes | None:
         """Read the file `name` of an artifact, checked against its manifest.

@@ -16,6 +16,7 @@ from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import parse_arguments
 from tuneloop.core.store import Store
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.records import check_name
 from tuneloop.runs.replay import locate_artifact
@@ -160,7 +161,7 @@ def _publish_policy(url: str, reference: str, encoding: Encoding | None) -> None
     policy = Artifact(reference)
     publish_version(
         url,
-        policy.manifest.facts["version"],
+        VersionFacts.read(policy).version,
         policy.part("model"),
         source=policy.manifest.digest,
         encoding=encoding,

@@ -72,7 +72,7 @@ def find_artifact(
         if entry.iteration:
             artifacts[str(entry.iteration)] = entry
     for checkpoint in run.checkpoints:
-        artifacts[f"v{checkpoint.manifest.facts['version']}"] = checkpoint
+        artifacts[f"v{checkpoint.version}"] = checkpoint
     if name not in artifacts:
         remedy = (
             f"is not in {run.name}, which has come to iteration {run.iteration}; "

@@ -194,7 +194,7 @@ def _find_old_files(
         checkpoint = "/".join(parts[:3])
         manifest = old.get(checkpoint)
         if manifest and parts[3] in (manifest.root, STATE) and parts[4] != HISTORY:
-            reason = f"checkpoint of version {manifest.facts['version']}"
+            reason = f"checkpoint of version {manifest.version}"
             yield Leftover(key, reason, size, checkpoint)
 
 

@@ -25,6 +25,7 @@ import yaml
 from tuneloop.core.artifacts import Role, load_checked_json
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store, local_path, normalize_url
+from tuneloop.formats.facts import ScoreFacts
 from tuneloop.local import journal
 from tuneloop.runs import records
 from tuneloop.runs.committed import CommittedArtifacts, Entry
@@ -357,8 +358,10 @@ class Run(CommittedArtifacts):
         """Count the completions over which an artifact's mean reward was taken; 0 if its manifest
         does not say.
         """
-        facts = entry.manifest.facts
-        outcomes = facts.get("outcomes") or facts.get("reward", {}).get("outcomes") or {}
+        facts = ScoreFacts.read(entry.manifest)
+        outcomes = facts.outcomes or {}
+        if not outcomes and facts.reward:
+            outcomes = facts.reward.outcomes
         count = int(outcomes.get("score", 0))
         # An escape from the sandbox has a score only where the run gives it one.
         if entry.manifest.params.get("escape_score") is not None:

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -233,11 +233,18 @@ def data_prep(
     return {split: counts[split] for split in ("train", "eval", "sft")}
 
 
+class PreparationParams(Protocol):
+    """The parameters of a stage that say how rows are examined."""
+
+    timeout_s: float
+    preparation: Preparation
+
+
 def write_rows(
-    stage: Stage, router: Router, builder: RowBuilder, tally: "Tally"
+    stage: Stage[PreparationParams], router: Router, builder: RowBuilder, tally: "Tally"
 ) -> dict[Split, SplitWriter]:
     """Read all rows, prove their gold answers, and give each to the writers of its splits."""
-    params: Any = stage.params
+    params = stage.params
     judge = functools.partial(examine_answers, timeout_s=params.timeout_s)
     expected = sum(size.number or 0 for size in router.sizes.values())
     bar = stage.progress(router.total or expected, "rows")

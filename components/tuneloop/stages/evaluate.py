@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage
+from tuneloop.formats.facts import PromptFacts
 from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs, open_rows, read_rows
 from tuneloop.formats.rows import list_columns
-from tuneloop.formats.too_long import LengthPolicy
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
 from tuneloop.inference.held_out import has_rows, is_prompts, sample_demonstrations
@@ -63,7 +63,7 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
     rows = read_rows(held_out, range(min(options.limit, total)), columns)
     spares = Spares(
         (row for place in range(len(rows), total) for row in read_rows(held_out, [place], columns)),
-        LengthPolicy.from_facts(prompts.manifest.facts),
+        PromptFacts.read(prompts).length_policy,
         total,
         required=False,
     )

@@ -17,6 +17,7 @@ from tuneloop.core.artifacts import Artifact, hash_files
 from tuneloop.core.component import UNTRACKED, Input, Options, Results, Stage, component
 from tuneloop.core.errors import Unavailable, UserError, find_disk_error
 from tuneloop.core.hub import is_unreachable
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import SAMPLES, TEXTS
 from tuneloop.inference.proof import (
     WrongWeights,
@@ -132,7 +133,7 @@ def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> 
         for row in list_samples(name, samples, found[name])
     ]
     pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES), stage.out / "samples.parquet")
-    at = policy.manifest.facts["version"]
+    at = VersionFacts.read(policy).version
     stage.metric(
         at, **{f"{name}/{key}": value for name in found for key, value in found[name].items()}
     )
@@ -183,7 +184,7 @@ def prove_server(model: Any, policy: Artifact, tolerance: float | None) -> dict[
     canary = read_canary(policy)
     answer = model.model_call([canary.ids], generate=False)["choices"][0]
     logprobs = answer["logprobs"]["token_logprobs"][1 : len(canary.ids)]
-    version = policy.manifest.facts["version"]
+    version = VersionFacts.read(policy).version
     try:
         proof = compare_with_canary("endpoint", version, logprobs, canary, tolerance)
         check_nearest_version("endpoint", version, proof)

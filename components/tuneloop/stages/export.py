@@ -13,6 +13,7 @@ from tuneloop.core.artifacts import Artifact, dump_canonical_json
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
+from tuneloop.formats.facts import LineageFacts
 from tuneloop.training.checkpoint import DROPPED_SETTINGS, find_state, lora_base, trainer_state
 from tuneloop.weights.gguf import write_gguf
 from tuneloop.weights.layout import preallocate_safetensors, read_header, write_bytes_at
@@ -35,9 +36,8 @@ def export(stage: Stage, policy: Input, *, adapter: bool = False, gguf: bool = F
     if adapter:
         write_adapter(policy, stage.out / "adapter", "adapter")
     parameters = sum(count_parameters(path) for path in model.glob("*.safetensors"))
-    facts = policy.manifest.facts
-    stage.facts.update(version=facts.get("version"), digest=policy.manifest.digest)
-    dropped = facts.get(DROPPED_SETTINGS)
+    stage.facts.update(version=policy.manifest.version, digest=policy.manifest.digest)
+    dropped = LineageFacts.read(policy).dropped_generation_settings
     if dropped:
         stage.facts[DROPPED_SETTINGS] = dropped
         settings = ", ".join(f"{name} {value}" for name, value in dropped.items())
@@ -55,7 +55,9 @@ def count_parameters(path: Path) -> int:
 def write_adapter(policy: Artifact, target: Path, title: str) -> None:
     """Write a checkpoint's adapters in the files of peft, with a card that says how `title` is loaded, and over what
     base. Raises UserError where it was not trained with LoRA, or its adapters or their base are gone."""
-    options, held = (trainer_state(policy) or {}).get("lora"), find_state(policy)
+    state = trainer_state(policy)
+    options = state.lora if state else None
+    held = find_state(policy)
     if not (options and held):
         why = (
             "has no adapters any more, or they were not written (state_every)"

@@ -80,7 +80,7 @@ def model_reward(
     stage.facts.update(
         {**rollouts.manifest.facts, "model_reward": about, "scorer": scorer.manifest.digest}
     )
-    stage.metric(int(rollouts.manifest.facts.get("version", 0)), mean=mean)
+    stage.metric(rollouts.manifest.version or 0, mean=mean)
     return {"mean_reward": mean}
 
 

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import tempfile
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
-from tuneloop.algorithms._objective import Completions, PolicyGradient
-from tuneloop.algorithms._terms import estimate_kl
+from tuneloop.algorithms._objective import PolicyGradient
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, Input, OptionalInput, Params, Results, Stage
-from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.provenance import collect_provenance
 from tuneloop.formats.carried import pass_carried
+from tuneloop.formats.facts import CheckpointFacts
 from tuneloop.training import checkpoint, epochs
+from tuneloop.training.checkpoint import Resident
 from tuneloop.training.lora import disable_adapters
-from tuneloop.training.options import Optimization, TrainerOptions
+from tuneloop.training.mini_batches import keep_groups, set_advantages, split_mini_batches
+from tuneloop.training.old_checkpoints import delete_old_checkpoints
+from tuneloop.training.options import TrainerOptions
 from tuneloop.training.policy_gradient import Objective
-from tuneloop.training.samples import Sample, check_ids, check_sampling, read_samples, select_groups
+from tuneloop.training.samples import Sample, check_ids, check_sampling, read_samples
+from tuneloop.training.state_sources import (
+    Committed,
+    Fresh,
+    Missing,
+    find_state_source,
+    load_committed_state,
+)
 from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
@@ -113,7 +124,7 @@ class PolicyUpdateOptions(TrainerOptions):
     )
 
 
-@checkpoint.checkpoint_stage(loss=float, version=int)
+@checkpoint.checkpoint_stage(delete_old_checkpoints, loss=float, version=int)
 def policy_update(
     stage: Stage,
     policy: Input,
@@ -161,24 +172,33 @@ def policy_update(
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
     ranks = checkpoint.open_ranks(stage, options)
-    about: dict[str, Any] = {
-        "iteration": iteration,
-        "reset_optimizer": reset_optimizer,
-        "options": options,
-    }
-    about |= {"algorithm": algorithm, "algorithm_args": algorithm_args}
-    trainer, losses = train_policy(stage, ranks, policy, rewards, reference, **about)
+    trainer, losses = train_policy(
+        stage,
+        ranks,
+        policy,
+        rewards,
+        reference,
+        iteration=iteration,
+        algorithm=algorithm,
+        algorithm_args=algorithm_args,
+        options=options,
+        reset_optimizer=reset_optimizer,
+    )
     checkpoint.release_device(stage, trainer)
     version = checkpoint.write_checkpoint(
         stage, trainer, policy, options.save_dtype, state_as="facts"
     )
     if stage.leader:
         pass_carried(rewards, stage.out)
-    due = iteration % options.state_every == 0
-    stage.notes["state"] = "due" if due else "not due"
-    if due:
-        about = {"kind": "trainer-state", "facts": stage.facts[checkpoint.STATE_FACT]}
-        stage.commit_later(checkpoint.STATE, lambda path: trainer.save(path / "trainer"), **about)
+    is_due = iteration % options.state_every == 0
+    stage.notes["state"] = "due" if is_due else "not due"
+    if is_due:
+        stage.commit_later(
+            checkpoint.STATE,
+            lambda path: trainer.save(path / "trainer"),
+            kind="trainer-state",
+            facts=stage.facts[checkpoint.STATE_FACT],
+        )
     checkpoint.RESIDENT.keep(trainer, stage.attempt, options)
     return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
 
@@ -192,191 +212,222 @@ def train_policy(
     *,
     iteration: int,
     algorithm: str,
-    algorithm_args: dict[str, Any],
+    algorithm_args: JsonObject,
     options: PolicyUpdateOptions,
     reset_optimizer: bool,
-    **_: Any,
 ) -> tuple[Trainer, list[float]]:
-    """Train on the rewards with the parameters of `policy_update`, and return the trainer and each step's loss."""
+    """Train on the rewards with the parameters of `policy_update`; called by all ranks.
+
+    Returns:
+        The trainer, and the loss of each optimizer step.
+
+    Raises:
+        UserError, Interrupted: as `policy_update`.
+    """
     objective = epochs.open_algorithm(algorithm, algorithm_args, PolicyGradient)
     if objective.beta and reference is None:
         raise UserError(
             "algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0"
         )
     temperature = check_sampling(policy, rewards, options.max_staleness)
-    samples = read_samples(rewards, int(policy.manifest.facts["version"]), options.max_staleness)
+    version = CheckpointFacts.read(policy, "--policy").version
+    samples = read_samples(rewards, version, options.max_staleness)
     with stage.timed("load"):
-        trainer, optimizer = open_trainer(stage, policy, ranks, options, reset_optimizer)
+        trainer, origin = open_trainer(stage, policy, ranks, options, reset=reset_optimizer)
         samples, updates = keep_groups(
             stage, rewards, samples, options.updates_per_batch, trainer.step
         )
         check_ids(samples, trainer.vocab_size)
         trainer.max_length = max((len(sample.document.ids) for sample in samples), default=1)
-        stage.facts.update(trainer.chosen(), optimizer=optimizer)
+        stage.facts.update(trainer.chosen(), optimizer=origin)
         stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
     learner = Objective(stage, objective, temperature, options.per_device_train_batch_size)
-    scored = [
-        sample for sample in samples if sample.score is not None and sample.document.target_count
-    ]
-    if objective.beta and reference is not None:
-        with stage.timed("reference"), open_reference_policy(reference, trainer, options) as frozen:
-            learner.score(frozen, scored, "reference")
-    in_reward = bool(objective.beta) and objective.kl_in == "reward"
-    if in_reward:
-        with stage.timed("old_logprobs"):
-            learner.score(trainer, scored, "old")
-    if samples:
-        set_advantages(objective, samples)
-    if updates > 1 and not in_reward:
-        with stage.timed("old_logprobs"):
-            learner.score(trainer, [sample for sample in samples if sample.used], "old")
+    score_samples(stage, trainer, learner, samples, reference, options, updates)
     losses = take_steps(stage, trainer, learner, samples, updates, watch=iteration <= 1)
     _report(stage, samples, iteration, len(losses))
     return trainer, losses
 
 
-def keep_groups(
-    stage: Stage, rewards: Artifact, samples: list[Sample], updates: int, step: int
-) -> tuple[list[Sample], int]:
-    """Keep the groups that the update uses, if more were sampled, and at most one of the `updates` for each group;
-    record how many groups were kept, and how many were not."""
-    sampled = rewards.manifest.facts.get("groups")
-    if sampled is None:
-        return samples, updates
-    samples, counts = select_groups(samples, sampled["wanted"])
-    stage.facts["groups"] = counts
-    stage.log("groups: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
-    stage.metric(step, **{f"groups_{name}": count for name, count in counts.items()})
-    return samples, min(updates, counts["kept"])
+def score_samples(
+    stage: Stage,
+    trainer: Trainer,
+    learner: Objective,
+    samples: list[Sample],
+    reference: Artifact | None,
+    options: PolicyUpdateOptions,
+    updates: int,
+) -> None:
+    """Set what the algorithm needs of all samples: log-probabilities by other policies, advantages."""
+    algorithm = learner.algorithm
+    scored = [
+        sample for sample in samples if sample.score is not None and sample.document.target_count
+    ]
+    if algorithm.beta and reference is not None:
+        with stage.timed("reference"), open_reference_policy(reference, trainer, options) as frozen:
+            learner.score(frozen, scored, "reference")
+    # A KL term in the reward is part of the advantages, so that it is needed before these.
+    has_kl_in_reward = bool(algorithm.beta) and algorithm.kl_in == "reward"
+    if has_kl_in_reward:
+        with stage.timed("old_logprobs"):
+            learner.score(trainer, scored, "old")
+    if samples:
+        set_advantages(algorithm, samples)
+    # Before the first of several steps only: the log-probabilities of a single step are its own.
+    if updates > 1 and not has_kl_in_reward:
+        with stage.timed("old_logprobs"):
+            learner.score(trainer, [sample for sample in samples if sample.used], "old")
 
 
 def open_trainer(
-    stage: Stage, policy: Artifact, ranks: Ranks, options: PolicyUpdateOptions, reset: bool
+    stage: Stage, policy: Artifact, ranks: Ranks, options: PolicyUpdateOptions, *, reset: bool
 ) -> tuple[Trainer, str]:
     """Open the trainer of `policy`, and say where the optimizer's state comes from.
 
-    Adapters continue with that state; if it is fresh, new ones begin, over the model with the old ones merged. If this
-    process wrote `policy`, its trainer is used again (`checkpoint.RESIDENT`). If it did not, and the state was not
-    written, the updates since the last written state are repeated.
+    Adapters continue with that state; if it is fresh, new ones begin, over the model with the old
+    ones merged. If this process wrote `policy`, its trainer is used again (`checkpoint.RESIDENT`).
+    If it did not, and the state was not written, the updates since the last written state are
+    repeated.
     """
+    source = find_state_source(policy, options, ranks, stage.name, reset=reset)
+    match source:
+        case Fresh(reason):
+            trainer = new_trainer(stage, policy, ranks, options)
+            checkpoint.load_masters(trainer, policy)
+            trainer.since = policy.ref
+            return trainer, f"fresh: {reason}"
+        case Resident(trainer, has_same_options=True):
+            pass
+        case Resident(former):
+            # The user has changed the options: a new trainer takes over the state.
+            trainer = continue_trainer(stage, policy, ranks, options)
+            trainer.copy_state(former)
+            trainer.since = former.since
+        case Committed():
+            trainer = continue_trainer(stage, policy, ranks, options)
+            load_committed_state(trainer, source, policy, ranks)
+            trainer.since = policy.ref
+        case Missing():
+            replay_updates(stage, policy, ranks)
+            # The replay leaves its trainer in `RESIDENT`.
+            return open_trainer(stage, policy, ranks, options, reset=reset)
+    return trainer, f"carried on from step {trainer.step}"
+
+
+def new_trainer(
+    stage: Stage, base: Artifact, ranks: Ranks, options: PolicyUpdateOptions
+) -> Trainer:
+    """Make a trainer of the model in `base`; its masters and the optimizer's state are still to be set."""
     from tuneloop.training.fsdp.trainer import Trainer
 
-    optimization, about = options.optimization, options.model_options
-    kept, same = checkpoint.RESIDENT.take(policy, options)
-    state, written = checkpoint.trainer_state(policy), checkpoint.find_state(policy)
-    (missed,) = ranks.max([float(written is None)])
-    written = (
-        None if missed else written
-    )  # the same for all ranks, also where it is committed just now
-    fresh = explain_fresh_state(state, optimization, about, reset)
-    if not (fresh or written or kept):
-        replay_updates(stage, policy, ranks)
-        kept, same = checkpoint.RESIDENT.take(policy, options)
-    if kept and same and not reset:
-        kept.since = policy.ref if written else kept.since
-        return kept, f"carried on from step {kept.step}"
-    kept = None if fresh or written else kept  # two trainers at once may not fit into memory
-    base = checkpoint.lora_base(policy) if not fresh and about["lora"] else policy
-    trainer: Trainer = epochs.new_trainer(stage, Trainer, base, ranks, optimization, about)
-    trainer.since = kept.since if kept else policy.ref
-    if fresh or trainer.lora:
-        checkpoint.load_masters(trainer, base)
-    if fresh or state is None:
-        return trainer, f"fresh: {fresh}"
-    if kept:
-        trainer.copy_state(kept)
-    elif written:
-        trainer.load(written.part("trainer"), state["step"])
-        same = (
-            policy.manifest.notes.get("world_size") == ranks.world
-        )  # else it is sharded differently
-        if (
-            same
-            and "digest" in state
-            and (found := trainer.compute_state_digest()) != state["digest"]
-        ):
-            raise Corrupt(
-                "artifact", written.url, f"holds the state {found}, {state['digest']} was committed"
-            )
-    return trainer, f"carried on from step {state['step']}"
+    return epochs.new_trainer(stage, Trainer, base, ranks, options)
+
+
+def continue_trainer(
+    stage: Stage, policy: Artifact, ranks: Ranks, options: PolicyUpdateOptions
+) -> Trainer:
+    """Make a trainer whose parameters are going to be those of a state of `policy`.
+
+    With adapters the state has only these, and the frozen parameters are those of their base.
+    """
+    if not options.lora:
+        return new_trainer(stage, policy, ranks, options)
+    base = checkpoint.lora_base(policy)
+    trainer = new_trainer(stage, base, ranks, options)
+    checkpoint.load_masters(trainer, base)
+    return trainer
 
 
 def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
-    """Repeat the updates since the last checkpoint with the trainer's state, until `RESIDENT` holds that of `policy`.
+    """Repeat the updates since the last checkpoint with the trainer's state.
 
-    Each has the inputs and parameters that its manifest names, and is verified by the digest of the state. Raises
-    UserError if one of these is missing or has changed, or the result has other bits."""
-    made = policy
+    Each has the inputs and parameters that its manifest names, and is verified by the digest of the
+    state. At the end `RESIDENT` holds the trainer of `policy`.
+
+    Raises:
+        UserError: an input is missing or has changed, or the result has other bits.
+    """
+    version = CheckpointFacts.read(policy).version
+    repeated = policy
     try:
         chain = [policy]
-        while (before := chain[0].manifest.inputs["policy"]) != policy.manifest.notes[
-            checkpoint.SINCE
-        ]:
-            chain.insert(0, Artifact(before))
-        told = {"from_version": chain[0].manifest.facts["version"] - 1, "updates": len(chain)}
-        stage.log(f"the trainer's state is replayed: {told}")
+        while chain[0].manifest.inputs["policy"] != policy.manifest.notes[checkpoint.SINCE]:
+            chain.insert(0, Artifact(chain[0].manifest.inputs["policy"]))
+        summary = {"from_version": version - len(chain), "updates": len(chain)}
+        stage.log(f"the trainer's state is replayed: {summary}")
         with stage.timed("replay"):
-            for made in chain:
-                repeat_update(stage, made, ranks)
+            for repeated in chain:
+                repeat_update(stage, repeated, ranks)
     except UserError as error:
-        remedy = f"has no trainer's state, and iteration {made.manifest.facts['iteration']} cannot be replayed: {error}"
+        iteration = CheckpointFacts.read(repeated).iteration
+        remedy = f"has no trainer's state, and iteration {iteration} cannot be replayed: {error}"
         raise UserError("--policy", policy.url, remedy) from error
-    stage.notes["replayed"] = told
+    stage.notes["replayed"] = summary
 
 
 def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
-    """Repeat the update that made a checkpoint, and verify that the result has the same bits."""
-    theirs, ours = made.manifest.provenance, collect_provenance(0.0, ranks.world)
-    differ = {
-        name: (theirs.get(name), ours[name]) for name in ("world_size", "device", "threads", "code")
-    }
-    differ["torch"] = (theirs["packages"]["torch"], ours["packages"]["torch"])
-    told = ", ".join(f"{name} {then} then, {now} now" for name, (then, now) in differ.items())
-    remedy = f"({told}); continue where it was made, or begin another run at a checkpoint that has its state"
-    if theirs["world_size"] != ranks.world:
-        found = f"the update was made by {theirs['world_size']} processes, and another number gives other bits"
-        raise UserError("--expected-world-size", ranks.world, f"{found} {remedy}")
-    params = policy_update.validate(made.manifest.params)
-    arguments = policy_update.build_arguments(
-        params, {k: Artifact(ref) for k, ref in made.manifest.inputs.items()}
+    """Repeat the update that made a checkpoint, and verify that the result has the same bits.
+
+    Raises:
+        UserError: the number of processes is another one, or the result has other bits.
+    """
+    remedy = (
+        f"({describe_machines(made, ranks)}); continue where it was made, or begin another run at a "
+        "checkpoint that has its state"
     )
-    with tempfile.TemporaryDirectory() as scratch, _as_before(stage, params, Path(scratch)):
-        trainer, _ = train_policy(stage, ranks, **arguments)
-    wanted = made.manifest.facts[checkpoint.STATE_FACT]["digest"]
-    if (found := trainer.compute_state_digest()) != wanted:
-        raise UserError("trainer's state", found, f"{wanted} was committed {remedy}")
+    world_size = made.manifest.provenance["world_size"]
+    if world_size != ranks.world:
+        problem = (
+            f"the update was made by {world_size} processes, and another number gives other bits"
+        )
+        raise UserError("--expected-world-size", ranks.world, f"{problem} {remedy}")
+    params = policy_update.validate(made.manifest.params)
+    inputs = {name: Artifact(ref) for name, ref in made.manifest.inputs.items()}
+    arguments = policy_update.build_arguments(params, inputs)
+    # Where the user publishes has no influence on the update.
+    unused = {"weights", "seed"}
+    used = {name: value for name, value in arguments.items() if name not in unused}
+    with tempfile.TemporaryDirectory() as scratch, _scratch_stage(stage, params, Path(scratch)):
+        trainer, _ = train_policy(stage, ranks, **used)
+    state = CheckpointFacts.read(made).trainer_state
+    committed_digest = state.digest if state else None
+    digest = trainer.compute_state_digest()
+    if digest != committed_digest:
+        raise UserError("trainer's state", digest, f"{committed_digest} was committed {remedy}")
     checkpoint.RESIDENT.keep(trainer, made.manifest.root, arguments["options"])
 
 
+def describe_machines(made: Artifact, ranks: Ranks) -> str:
+    """Describe what decides an update's bits, where a checkpoint was made and here."""
+    theirs = made.manifest.provenance
+    ours = collect_provenance(0.0, ranks.world)
+    pairs = {
+        name: (theirs.get(name), ours[name]) for name in ("world_size", "device", "threads", "code")
+    }
+    pairs["torch"] = (theirs["packages"]["torch"], ours["packages"]["torch"])
+    return ", ".join(f"{name} {then} then, {now} now" for name, (then, now) in pairs.items())
+
+
 @contextmanager
-def _as_before(stage: Stage, params: Params, out: Path) -> Iterator[None]:
-    """Give `stage` the parameters of another update while the block runs; that update's files and facts are dropped."""
-    own = {name: getattr(stage, name) for name in ("params", "out", "facts", "notes", "timings")}
-    vars(stage).update(params=params, out=out, facts={}, notes={}, timings={})
+def _scratch_stage(stage: Stage, params: Params, out: Path) -> Iterator[None]:
+    """Give `stage` the parameters of another update while the block runs.
+
+    That update's files, facts, notes and timings are dropped. It is the same object, since a signal
+    sets its `stopping`.
+    """
+    own = replace(stage)
+    stage.params = params
+    stage.out = out
+    stage.facts = {}
+    stage.notes = {}
+    stage.timings = {}
     try:
         yield
     finally:
-        vars(stage).update(own)
-
-
-def explain_fresh_state(
-    state: Mapping[str, Any] | None,
-    optimization: Optimization,
-    about: Mapping[str, Any],
-    reset: bool,
-) -> str | None:
-    """Say why the optimizer cannot continue from ``trainer/state.json``; None if it can."""
-    if state is None:
-        return "the checkpoint has no trainer state"
-    if reset:
-        return "reset_optimizer"
-    lora = about["lora"] and about["lora"].model_dump(mode="json")
-    if state["stage"] != policy_update.name or state["betas"] != [
-        optimization.adam_beta1,
-        optimization.adam_beta2,
-    ]:
-        return f"{state['stage']} wrote it with betas {state['betas']}"
-    return None if state.get("lora") == lora else f"it was written with lora {state.get('lora')}"
+        stage.params = own.params
+        stage.out = own.out
+        stage.facts = own.facts
+        stage.notes = own.notes
+        stage.timings = own.timings
 
 
 def take_steps(
@@ -394,75 +445,21 @@ def take_steps(
         updates: mini-batches.
         watch: measure the communication of the last step; done once in a loop, as profiling is slow.
     """
-    losses = []
+    losses: list[float] = []
     with stage.timed("train"):
         batches = [
-            part
-            for part in split_mini_batches(stage, samples, updates)
-            if any(sample.used for sample in part)
+            batch
+            for batch in split_mini_batches(stage, samples, updates)
+            if any(sample.used for sample in batch)
         ]
         for number, batch in enumerate(batches, start=1):
-            with trainer.watched() if watch and number == len(batches) else nullcontext():
+            is_watched = watch and number == len(batches)
+            with trainer.watched() if is_watched else nullcontext():
                 losses.append(learner.step(trainer, batch))
     tokens = sum(len(sample.document.ids) for sample in samples if sample.used)
     stage.timings["tokens_per_s"] = tokens / stage.timings["train"]
     stage.notes["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
     return losses
-
-
-def set_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None:
-    """Set the advantages of all samples, and with them which of them count and which are used."""
-    import torch
-
-    targets = torch.tensor([s.document.target_count for s in samples])
-    kl = None
-    if algorithm.beta and algorithm.kl_in == "reward":
-        nothing = [[0.0] * s.document.target_count for s in samples]
-        old, reference = (
-            torch.tensor(
-                [v for s, zeros in zip(samples, nothing) for v in getattr(s, name) or zeros]
-            )
-            for name in ("old", "reference")
-        )
-        kl = estimate_kl(old, reference, algorithm.kl_estimator)
-    values = algorithm.advantages(
-        Completions(
-            rewards=torch.tensor([0.0 if s.score is None else s.score for s in samples]),
-            groups=torch.tensor([s.group for s in samples]),
-            valid=torch.tensor([s.score is not None for s in samples]),
-            lengths=torch.tensor([s.length for s in samples]),
-            targets=targets,
-            kl=kl,
-        )
-    )
-    for sample, part in zip(samples, values.split(targets.tolist())):
-        sample.advantages = array("f", part.tolist())
-        teaches = bool(part.any()) or bool(algorithm.beta and algorithm.kl_in == "loss")
-        taken = sample.score is not None and not (
-            algorithm.mask_truncated_completions and sample.truncated
-        )
-        sample.counted = taken and (teaches or not algorithm.dynamic_sampling)
-        sample.used = taken and teaches and bool(sample.document.target_count)
-
-
-def split_mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[list[Sample]]:
-    """Split scored samples into `count` parts of whole groups, in random order. Raises UserError: too few groups."""
-    import torch
-
-    groups = sorted({sample.group for sample in samples})
-    if count > len(groups):
-        raise UserError(
-            "--updates-per-batch",
-            count,
-            f"is more than the {len(groups)} groups of rollouts; lower it",
-        )
-    shuffle = torch.randperm(
-        len(groups), generator=torch.Generator().manual_seed(stage.seed("mini_batches"))
-    ).tolist()
-    part = {groups[place]: k % count for k, place in enumerate(shuffle)}
-    return [
-        [s for s in samples if part[s.group] == k and s.score is not None] for k in range(count)
-    ]
 
 
 @contextmanager
@@ -476,29 +473,32 @@ def open_reference_policy(
         with disable_adapters(trainer.model):
             yield trainer
         return
-    policy = Policy(
-        checkpoint.model_dir(reference), trainer.ranks, **{**options.model_options, "lora": None}
-    )
+    model_options = options.model_options | {"lora": None}
+    policy = Policy(checkpoint.model_dir(reference), trainer.ranks, **model_options)
     policy.max_length = trainer.max_length
     checkpoint.load_masters(policy, reference)
     yield policy
 
 
 def _report(stage: Stage, samples: Sequence[Sample], iteration: int, steps: int) -> None:
+    """Record how many rollouts counted, and say why no step was taken, if none was."""
     scored = [sample for sample in samples if sample.score is not None]
     used = [sample for sample in samples if sample.used]
-    counts = {"rollouts": len(samples), "scored": len(scored), "used": len(used), "updates": steps}
-    stage.facts.update(counts, iteration=iteration)
-    if not steps:
-        why = (
-            "no rollout has a score"
-            if samples and not scored
-            else "in every group all rewards are equal"
-        )
-        stage.facts["skipped"] = f"{why}: no step taken, same parameters"
-    stage.log(
-        stage.facts.get("skipped") or f"{steps} steps on {len(used)} of {len(samples)} rollouts"
+    stage.facts.update(
+        rollouts=len(samples),
+        scored=len(scored),
+        used=len(used),
+        updates=steps,
+        iteration=iteration,
     )
+    if steps:
+        stage.log(f"{steps} steps on {len(used)} of {len(samples)} rollouts")
+        return
+    reason = "in every group all rewards are equal"
+    if samples and not scored:
+        reason = "no rollout has a score"
+    stage.facts["skipped"] = f"{reason}: no step taken, same parameters"
+    stage.log(stage.facts["skipped"])
 
 
 if __name__ == "__main__":

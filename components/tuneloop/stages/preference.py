@@ -12,6 +12,7 @@ from tuneloop.algorithms._preference import Judged, Preference
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
+from tuneloop.formats.facts import LogprobFacts
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.delegation import WARMUP, BackendOptions, train_by_backend
 from tuneloop.training.options import PairOptions
@@ -76,9 +77,10 @@ def preference(
     options = options.resolve_steps(len(pairs), ranks.world)
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
-        pairs = fit_pairs(stage, pairs, prompts, trainer, options.max_length)
-        held_out = fit_pairs(stage, held_out, prompts, trainer, options.max_length) or pairs
+        pairs = fit_pairs(stage, pairs, prompts, trainer, options)
+        held_out = fit_pairs(stage, held_out, prompts, trainer, options) or pairs
         reference = read_reference(logprobs, pairs, "preference", objective.needs_kl)
+        reference_digest = LogprobFacts.read(logprobs, "--logprobs").digest
     stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
     with stage.timed("evaluate"):
         before = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
@@ -87,7 +89,7 @@ def preference(
     )
     if not options.backend:
         loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, learner.step)
-    elif logprobs.manifest.facts["digest"] == policy.manifest.digest:
+    elif reference_digest == policy.manifest.digest:
         loss = train_by_backend(stage, trainer, policy, prompts, options.max_steps)
     else:
         raise UserError(
@@ -95,7 +97,7 @@ def preference(
         )
     with stage.timed("evaluate"):
         after = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
-    stage.facts.update(accuracy_before=before, reference=logprobs.manifest.facts["digest"])
+    stage.facts.update(accuracy_before=before, reference=reference_digest)
     stage.log(f"accuracy {before:.3f} → {after:.3f} on {len(held_out)} pairs")
     checkpoint.release_device(stage, trainer)
     version = checkpoint.write_checkpoint(stage, trainer, policy, options.save_dtype)

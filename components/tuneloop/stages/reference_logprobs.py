@@ -48,7 +48,7 @@ def reference_logprobs(
     for split in SPLITS:
         if not (pairs := read_pairs(prompts, policy, split)):
             continue
-        pairs = fit_pairs(stage, pairs, prompts, model, options.max_length)
+        pairs = fit_pairs(stage, pairs, prompts, model, options)
         with stage.timed("score"):
             found = score_documents(stage, model, pairs.documents, per_device_eval_batch_size)
             rows = {

@@ -95,7 +95,7 @@ def reward(
     facts = summarize_rewards(rows, outcomes)
     stage.facts.update({**rollouts.manifest.facts, "reward": facts})
     numbers = {k: float(facts[k]) for k in ("mean", "std", "solved", "zero_variance")}
-    stage.metric(int(rollouts.manifest.facts.get("version", 0)), **numbers)
+    stage.metric(rollouts.manifest.version or 0, **numbers)
     stage.log(f"mean {facts['mean']:.4f}, solved {facts['solved']:.1%}, {dict(facts['outcomes'])}")
     return {"mean_reward": facts["mean"]}
 

@@ -53,8 +53,8 @@ def reward_model(
         held_out = read_pairs(prompts, policy, "preference_eval")
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, ScoreTrainer, policy, ranks, options)
-        pairs = fit_pairs(stage, pairs, prompts, trainer, options.max_length)
-        held_out = fit_pairs(stage, held_out, prompts, trainer, options.max_length) or pairs
+        pairs = fit_pairs(stage, pairs, prompts, trainer, options)
+        held_out = fit_pairs(stage, held_out, prompts, trainer, options) or pairs
     step = partial(train_step, stage, trainer, center=center_rewards_coefficient)
     loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, step)
     with stage.timed("evaluate"):

@@ -16,8 +16,8 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.seeds import derive_seed, draw_indices, permute_index
 from tuneloop.formats import rollouts
 from tuneloop.formats.carried import ABOUT, CARRIED, read_carried
+from tuneloop.formats.facts import PromptFacts, VersionFacts
 from tuneloop.formats.rows import list_columns
-from tuneloop.formats.too_long import LengthPolicy
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
 from tuneloop.inference.prompt_room import Spares
@@ -125,7 +125,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     seed = derive_seed(options.seed, "spares", iteration)
     spares = Spares(
         list_spares(train, columns, seed, {row["id"] for row in chosen}),
-        LengthPolicy.from_facts(prompts.manifest.facts),
+        PromptFacts.read(prompts).length_policy,
     )
     groups = [*begun, *(f"i{iteration:06d}-p{p:05d}" for p in range(len(places)))]
     if len({*groups}) < len(groups):
@@ -174,7 +174,7 @@ def warn_of_blind_spot(stage: Stage, policy: Artifact, iteration: int) -> None:
     if statement["tells_versions_apart"]:
         return
     since = read_canary(policy).indistinct_since
-    version = policy.manifest.facts["version"]
+    version = VersionFacts.read(policy).version
     if since == version or (since is None and iteration == 1):
         stage.log(describe_blind_spot(policy, statement, stage.facts["engine"]))
 

@@ -87,7 +87,14 @@ def sft(
     options = options.resolve_steps(len(documents), ranks.world)
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
-        documents = fit_corpus(stage, documents, prompts, trainer, options.max_length)
+        documents = fit_corpus(
+            stage,
+            documents,
+            prompts,
+            trainer,
+            options.max_length,
+            is_delegated=options.is_delegated,
+        )
     held_out = open_held_out_loss(stage, trainer, prompts, policy, options, options.eval_steps)
     report_split_conversations(stage, documents)
     stage.log(

@@ -206,7 +206,7 @@ class Tracker(trackers.Tracker):
         from mlflow.entities import LoggedModelOutput
 
         origin = {
-            "version": manifest.facts.get("version"),
+            "version": manifest.version,
             "policy": manifest.inputs.get("policy"),
         }
         for name, value in origin.items():

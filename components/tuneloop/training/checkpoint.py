@@ -12,7 +12,6 @@ them. If they are written (``state_every``), it is as an artifact at ``state`` b
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -27,6 +26,7 @@ from tuneloop.core.artifacts import (
     Manifest,
     dump_canonical_json,
     find_manifest,
+    get_adapter,
     split_ref,
 )
 from tuneloop.core.component import Component, Results, Stage, component
@@ -34,9 +34,11 @@ from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.threads import BACKGROUND
 from tuneloop.formats.canary import FILE as CANARY
 from tuneloop.formats.canary import derive_ids, make_canary, read_canary_file
+from tuneloop.formats.facts import CheckpointFacts, LineageFacts, TrainerState
 from tuneloop.formats.model_files import WEIGHTS, drop_sampling_settings, read_dtype
-from tuneloop.training.old_checkpoints import SINCE, STATE, STATE_FACT, delete_old_checkpoints
+from tuneloop.training.old_checkpoints import SINCE, STATE, STATE_FACT
 from tuneloop.training.options import TrainerOptions
+from tuneloop.training.protocols import ScoringPolicy
 from tuneloop.weights.publication import publish_checkpoint
 
 if TYPE_CHECKING:
@@ -45,17 +47,24 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.trainer import Trainer
 
 
+STATE_FILE = "trainer/state.json"
 DROPPED_SETTINGS = "dropped_generation_settings"
 """The fact with the base's settings of sampling that are not handed on."""
 
 
-def checkpoint_stage(**results: type) -> Callable[[Callable[..., Results]], Component]:
-    """Make a stage of a function that trains a policy. Its checkpoint is committed, then published, perhaps as a delta
-    to the previous version; only then are old checkpoints deleted."""
+def checkpoint_stage(
+    after_publication: Callable[[Stage, Manifest], None] | None = None, /, **results: type
+) -> Callable[[Callable[..., Results]], Component]:
+    """Make a stage of a function that trains a policy.
+
+    Its checkpoint is committed, then published, perhaps as a delta to the previous version. Only
+    then is `after_publication` called, which may delete that version.
+    """
 
     def finish(stage: Stage, manifest: Manifest) -> None:
         publish_checkpoint(stage, manifest)
-        delete_old_checkpoints(stage, manifest)
+        if after_publication:
+            after_publication(stage, manifest)
 
     return component(
         "checkpoint",
@@ -80,21 +89,23 @@ def choose_saved_dtype(policy: Artifact, dtype: str) -> str:
     """Choose the dtype of the next version's ``model/``; ``auto`` is that of `policy`, as the base model came in it."""
     if dtype != "auto":
         return dtype
-    recorded = policy.manifest.facts.get("save_dtype")
+    recorded = CheckpointFacts.read(policy).save_dtype
     return recorded or read_dtype(model_dir(policy))
 
 
-def trainer_state(policy: Artifact) -> dict[str, Any] | None:
+def trainer_state(policy: Artifact) -> TrainerState | None:
     """Read ``trainer/state.json``, or the facts that replace it; None if the policy has not been trained yet."""
-    if "trainer/state.json" not in policy.manifest.files:
-        return policy.manifest.facts.get(STATE_FACT)
-    return json.loads(policy.part("trainer/state.json").read_text())
+    if STATE_FILE not in policy.manifest.files:
+        return LineageFacts.read(policy).trainer_state
+    text = policy.part(STATE_FILE).read_bytes()
+    state: TrainerState = get_adapter(TrainerState).validate_json(text, strict=True)
+    return state
 
 
 def find_state(policy: Artifact) -> Artifact | None:
     """Find the artifact with a checkpoint's ``trainer/``: its own, or one below it; None where it was not written.
     Raises Corrupt where the artifact below belongs to another checkpoint."""
-    if "trainer/state.json" in policy.manifest.files:
+    if STATE_FILE in policy.manifest.files:
         return policy
     if find_manifest(place := f"{policy.url}/{STATE}") is None:
         return None
@@ -112,9 +123,7 @@ def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
     """Join the processes that train; note their device and number. Raises UserError if these are not as required."""
     from tuneloop.training.fsdp.ranks import Ranks
 
-    ranks = Ranks(
-        options.device, 1 if getattr(stage.params, "backend", None) else options.expected_world_size
-    )
+    ranks = Ranks(options.device, options.required_world_size)
     stage.barrier = ranks.barrier
     stage.notes.update(device=ranks.device.type, world_size=ranks.world)
     if options.device == "auto" and ranks.device.type == "cpu":
@@ -123,7 +132,7 @@ def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
     return ranks
 
 
-def check_stop(stage: Stage, policy: Policy) -> None:
+def check_stop(stage: Stage, policy: ScoringPolicy) -> None:
     """Raise Interrupted on all ranks if SIGTERM has reached any: if one left alone, the others would wait for it."""
     (stop,) = policy.ranks.max([float(stage.stopping)])
     if stop:  # a later signal is seen by the next check
@@ -135,11 +144,11 @@ def load_masters(target: Policy, policy: Artifact) -> None:
     """Load the float32 parameters of a checkpoint; before any training, and after LoRA, there are only those of
     ``model/``. Raises UserError if they were not written and ``model/`` is rounded."""
     state = trainer_state(policy)
-    if state is None or "lora" in state:
+    if state is None or state.lora:
         return
     if held := find_state(policy):
         target.load_masters(held.part("trainer"))
-    elif (dtype := policy.manifest.facts["save_dtype"]) != "float32":
+    elif (dtype := CheckpointFacts.read(policy).save_dtype) != "float32":
         remedy = (
             f"has no float32 parameters: its trainer's state was not written, and its model/ is {dtype}; take a "
             "checkpoint that has its state (--state-every), or have save_dtype=float32 from the start"
@@ -149,7 +158,11 @@ def load_masters(target: Policy, policy: Artifact) -> None:
 
 def lora_base(policy: Artifact) -> Artifact:
     """Open the checkpoint that the adapters in ``trainer/`` belong to. Raises UserError if it was deleted."""
-    base = policy.manifest.facts["base"]
+    base = CheckpointFacts.read(policy).base
+    if base is None:
+        raise UserError(
+            "checkpoint", policy.url, "has no adapters; give one that was trained with lora"
+        )
     try:
         return Artifact(base)
     except UserError as error:
@@ -189,7 +202,7 @@ def write_checkpoint(
     """
     source = model_dir(policy)
     dtype = choose_saved_dtype(policy, dtype)
-    version = int(policy.manifest.facts["version"]) + 1 if version is None else version
+    version = CheckpointFacts.read(policy).version + 1 if version is None else version
     with stage.timed("save"):
         if stage.leader:
             weights = shutil.ignore_patterns(*WEIGHTS)
@@ -248,7 +261,7 @@ def note_dropped_settings(stage: Stage, policy: Artifact, dropped: dict[str, Any
     """Record the base's settings of sampling that a trained policy no longer has, as it was not trained under them.
 
     A process that trained the version before may still drop them, another one finds none; both record the same."""
-    dropped = policy.manifest.facts.get(DROPPED_SETTINGS) or dropped
+    dropped = CheckpointFacts.read(policy).dropped_generation_settings or dropped
     if dropped:
         stage.facts[DROPPED_SETTINGS] = dropped
 
@@ -265,32 +278,50 @@ def write_next_canary(stage: Stage, written: Any, policy: Artifact, version: int
     canary.write(stage.out / CANARY)
 
 
+@dataclass(frozen=True)
+class Resident:
+    """A trainer that this process holds, and whether it was made with the options that are wanted."""
+
+    trainer: Trainer
+    has_same_options: bool = False
+
+
 @dataclass
 class ResidentTrainer:
     """The trainer that stays in memory between two updates of one process, for pods that run several iterations.
 
-    It saves reading the state just written, and with ``state_every`` above 1 also writing it; no result depends on it.
-    There is at most one, as a second would take the same memory. It is only used for an update from the checkpoint of
-    `attempt`, which this trainer wrote, or whose update it repeated. It was made with `options`."""
+    It saves reading the state just written, and with ``state_every`` above 1 also writing it; no
+    result depends on it. There is at most one, as a second would take the same memory. It is only
+    used for an update from the checkpoint of `attempt`, which this trainer wrote, or whose update
+    it repeated. It was made with `options`.
+    """
 
     trainer: Trainer | None = None
     attempt: str = ""
     options: TrainerOptions | None = None
 
     def keep(self, trainer: Trainer, attempt: str, options: TrainerOptions) -> None:
-        self.trainer, self.attempt, self.options = trainer, attempt, options
+        """Keep the trainer that wrote the checkpoint of `attempt`."""
+        self.trainer = trainer
+        self.attempt = attempt
+        self.options = options
 
-    def take(self, policy: Artifact, options: TrainerOptions) -> tuple[Trainer | None, bool]:
-        """Return the trainer that made `policy`, and whether it has these `options`; drop any other trainer. First wait
-        until its state is written, since the caller changes it, and raise an error of that writing."""
+    def take(self, policy: Artifact, options: TrainerOptions) -> Resident | None:
+        """Take the trainer that made `policy` out; drop any other one.
+
+        The caller changes the trainer. So this first waits until its state is written, and raises
+        an error of that writing.
+        """
         BACKGROUND.wait()
-        found, known, attempt = self.trainer, self.options, self.attempt
-        self.trainer = self.options = None
-        if known is None or attempt != policy.manifest.root:
-            return None, False
-        return found, (known.optimization, known.model_options) == (
-            options.optimization,
-            options.model_options,
+        trainer = self.trainer
+        former = self.options
+        self.trainer = None
+        self.options = None
+        if trainer is None or former is None or self.attempt != policy.manifest.root:
+            return None
+        has_same_optimization = former.optimization == options.optimization
+        return Resident(
+            trainer, has_same_optimization and former.model_options == options.model_options
         )
 
 

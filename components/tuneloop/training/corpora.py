@@ -16,6 +16,7 @@ from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
 from tuneloop.formats.chat_forms import Reasoning
 from tuneloop.formats.conversations import Encoded, History
+from tuneloop.formats.facts import PromptFacts
 from tuneloop.formats.rows import list_columns, name_row
 from tuneloop.formats.token_files import Corpus, Document
 from tuneloop.formats.tokens import (
@@ -43,7 +44,7 @@ def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool 
     rows, tokenized now. Raises UserError: the split is missing, lacks a column, or was tokenized
     otherwise than `policy` does it."""
     if f"{split}.arrow" in prompts.manifest.files:
-        if prompts.manifest.facts["tokenizer"] != digest_tokenizer(policy):
+        if PromptFacts.read(prompts).tokenizer != digest_tokenizer(policy):
             remedy = "was tokenized by another tokenizer than --policy has; run tokenize_data with that policy"
             raise UserError("--prompts", prompts.url, remedy)
         return Corpus(str(prompts.part(f"{split}.arrow")))
@@ -134,12 +135,12 @@ def open_encoder(prompts: Artifact, policy: Artifact) -> RowEncoder:
         policy.part(GENERATION_CONFIG)
     model = policy.part(CONFIG).parent
     tokenizer = load_tokenizer(model)
-    facts = prompts.manifest.facts
+    facts = PromptFacts.read(prompts)
     return RowEncoder(
         tokenizer,
         stop_ids(tokenizer, model),
-        facts.get("history", "as-rendered"),
-        facts.get("reasoning", "keep"),
+        facts.history,
+        facts.reasoning,
     )
 
 

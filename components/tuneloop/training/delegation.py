@@ -7,12 +7,12 @@ import json
 import math
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.component import Stage
+from tuneloop.core.component import Params, Stage
 from tuneloop.core.errors import (
     EXIT_RETRY,
     TERMINATION_LOG,
@@ -25,6 +25,9 @@ from tuneloop.training.backends import load_backend, run_here
 from tuneloop.training.checkpoint import model_dir
 from tuneloop.training.fetch import fetch_artifact
 from tuneloop.training.options import TrainerOptions
+
+if TYPE_CHECKING:
+    from tuneloop.training.fsdp.trainer import Trainer
 
 
 def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
@@ -59,6 +62,16 @@ class BackendOptions(TrainerOptions):
         description="the trainer: native (the default), trl, or pkg.mod:attr",
         validate_default=True,
     )
+
+    @property
+    def is_delegated(self) -> bool:
+        """Whether another backend trains."""
+        return bool(self.backend)
+
+    @property
+    def required_world_size(self) -> int | None:
+        """The number of processes that must train; a backend starts its own from a single one."""
+        return 1 if self.backend else self.expected_world_size
 
     def resolve_steps(self, examples: int, world_size: int) -> Self:
         """Return the options with the `max_steps` that `epochs` asks for, if it is set, and a warm-up
@@ -109,7 +122,7 @@ def _explain_end(name: str, code: int, last_line: str) -> UserError | Retryable:
 
 
 def train_by_backend(
-    stage: Stage, trainer: Any, policy: Artifact, prompts: Artifact, max_steps: int
+    stage: Stage[Params], trainer: "Trainer", policy: Artifact, prompts: Artifact, max_steps: int
 ) -> float:
     """Train the model of `trainer` for `max_steps` with the stage's backend, on the split named like the stage.
 

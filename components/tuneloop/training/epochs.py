@@ -1,7 +1,8 @@
 """Training on examples in epochs, for `sft`, `preference` and `reward_model`; the algorithms of all training stages."""
 
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +21,17 @@ from tuneloop.core.seeds import draw_indices
 from tuneloop.core.threads import map_ahead
 from tuneloop.formats.token_files import Document
 from tuneloop.training import checkpoint
-from tuneloop.training.options import Optimization, TrainerOptions
+from tuneloop.training.options import TrainerOptions
+from tuneloop.training.protocols import EpochTrainer
 
 if TYPE_CHECKING:
     from tuneloop.training.batching import Batch
     from tuneloop.training.fsdp.ranks import Ranks
+    from tuneloop.training.fsdp.trainer import Trainer
     from tuneloop.training.held_out import HeldOutLoss
 
 Kind = TypeVar("Kind", bound=BaseModel)
+TrainerKind = TypeVar("TrainerKind", bound="Trainer")
 OTHER_KIND: dict[type[BaseModel], str] = {
     PolicyGradient: "is not a policy gradient; preferences are for the stage preference",
     Preference: "learns from rewards, not from pairs; that is for the stage policy_update",
@@ -89,10 +93,14 @@ AlgorithmArgs = Annotated[
 
 
 def open_trainer(
-    stage: Stage, kind: Any, policy: Artifact, ranks: "Ranks", options: TrainerOptions
-) -> Any:
+    stage: Stage,
+    kind: type[TrainerKind],
+    policy: Artifact,
+    ranks: "Ranks",
+    options: TrainerOptions,
+) -> TrainerKind:
     """Open a trainer of class `kind` on the model of `policy`, from its float32 masters where it has some."""
-    trainer = new_trainer(stage, kind, policy, ranks, options.optimization, options.model_options)
+    trainer = new_trainer(stage, kind, policy, ranks, options)
     checkpoint.load_masters(trainer, policy)
     stage.facts.update(trainer.chosen(), optimizer="fresh")
     return trainer
@@ -100,17 +108,17 @@ def open_trainer(
 
 def new_trainer(
     stage: Stage,
-    kind: Any,
+    kind: type[TrainerKind],
     policy: Artifact,
     ranks: "Ranks",
-    optimization: Optimization,
-    about: Mapping[str, Any],
-) -> Any:
+    options: TrainerOptions,
+) -> TrainerKind:
     """Make a trainer of the model in `policy`, before its masters are read; adapters begin the same on all ranks."""
     import torch
 
     torch.manual_seed(stage.seed("adapters"))
-    trainer = kind(checkpoint.model_dir(policy), ranks, optimization, **about)
+    model = checkpoint.model_dir(policy)
+    trainer = kind(model, ranks, options.optimization, **options.model_options)
     trainer.base = policy
     return trainer
 
@@ -127,7 +135,10 @@ class Prepared:
 
 
 def prepare_step(
-    trainer: Any, read: Callable[[int], Sequence[Document]], indices: Sequence[int], limit: int
+    trainer: EpochTrainer,
+    read: Callable[[int], Sequence[Document]],
+    indices: Sequence[int],
+    limit: int,
 ) -> Prepared:
     """Lay out the examples of these indices, at most `limit` of them in a micro-batch; `read` gives their documents."""
     picked = [read(i) for i in indices]
@@ -147,7 +158,7 @@ def prepare_step(
 
 def train_epochs(
     stage: Stage,
-    trainer: Any,
+    trainer: EpochTrainer,
     count: int,
     options: TrainerOptions,
     read: Callable[[int], Sequence[Document]],
@@ -219,12 +230,11 @@ def train_epochs(
     return loss
 
 
-def _resume(stage: Stage, trainer: Any, batch: int) -> int:
+def _resume(stage: Stage, trainer: EpochTrainer, batch: int) -> int:
     """Continue where an earlier attempt was interrupted, and return its batch size."""
     if (point := stage.latest_resume()) is None:
         return batch
-    about = checkpoint.trainer_state(point)
-    assert about is not None
+    about = json.loads(point.part(checkpoint.STATE_FILE).read_text())
     trainer.load(point.part("trainer"), about["step"])
     if stage.leader:
         (stage.out / "metrics.jsonl").write_bytes(point.part("metrics.jsonl").read_bytes())
@@ -237,7 +247,7 @@ def _resume(stage: Stage, trainer: Any, batch: int) -> int:
     return int(about["batch"])
 
 
-def _write_resume(stage: Stage, trainer: Any, batch: int, path: Path) -> None:
+def _write_resume(stage: Stage, trainer: EpochTrainer, batch: int, path: Path) -> None:
     trainer.save(path / "trainer")
     if stage.leader:
         about = {"step": trainer.step, "world_size": trainer.ranks.world, "batch": batch}

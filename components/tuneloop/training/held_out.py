@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
@@ -13,6 +13,10 @@ from tuneloop.training import epochs
 from tuneloop.training.corpora import read_corpus
 from tuneloop.training.lengths import fit_corpus
 from tuneloop.training.pairs import score_documents
+from tuneloop.training.protocols import EpochTrainer
+
+if TYPE_CHECKING:
+    from tuneloop.training.fsdp.trainer import Trainer
 
 SPLIT = "sft_eval"
 MEASUREMENTS = 10
@@ -31,7 +35,7 @@ class HeldOutLoss:
     """
 
     def __init__(
-        self, stage: Stage, trainer: Any, documents: Corpus, limit: int, interval: int
+        self, stage: Stage, trainer: EpochTrainer, documents: Corpus, limit: int, interval: int
     ) -> None:
         self.stage = stage
         self.trainer = trainer
@@ -72,7 +76,7 @@ class HeldOutLoss:
 
 def open_held_out_loss(
     stage: Stage,
-    trainer: Any,
+    trainer: "Trainer",
     prompts: Artifact,
     policy: Artifact,
     options: epochs.TrainerOptions,
@@ -89,6 +93,13 @@ def open_held_out_loss(
     with stage.timed("data"):
         documents = read_corpus(prompts, policy, SPLIT, required=False)
     if documents:
-        documents = fit_corpus(stage, documents, prompts, trainer, options.max_length)
+        documents = fit_corpus(
+            stage,
+            documents,
+            prompts,
+            trainer,
+            options.max_length,
+            is_delegated=options.is_delegated,
+        )
     interval = eval_steps or math.ceil(options.max_steps / MEASUREMENTS)
     return HeldOutLoss(stage, trainer, documents, options.per_device_train_batch_size, interval)

@@ -10,9 +10,10 @@ import numpy as np
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
+from tuneloop.formats.facts import PromptFacts
 from tuneloop.formats.rows import split_numbers
 from tuneloop.formats.token_files import Corpus
-from tuneloop.formats.too_long import SHOWN, LengthPolicy
+from tuneloop.formats.too_long import SHOWN
 
 if TYPE_CHECKING:
     from tuneloop.training.fsdp.policy import Policy
@@ -26,21 +27,23 @@ def fit_corpus(
     max_length: int,
     *,
     together: int = 1,
+    is_delegated: bool = False,
 ) -> Corpus:
     """Return the documents of a split that fit `max_length` and the context of `policy`.
 
     What becomes of longer ones is a setting of the data: `too_long`, and the share `drop_at_most`
     that may be dropped. Documents are kept or dropped by `together` (pairs: 2). Counts and the
-    first rows are left in ``facts.too_long``. Raises UserError: more rows than may be dropped, or
+    first rows are left in ``facts.too_long``. With `is_delegated`, for another backend, none may be
+    longer. Raises UserError: more rows than may be dropped, or
     ids beyond the vocabulary."""
     check_vocabulary(corpus, policy)
     limit = min(max_length, policy.context)
     long = np.flatnonzero(corpus.lengths > limit).tolist()
     if not long:
         return corpus
-    rule = LengthPolicy.from_facts(prompts.manifest.facts)
-    if getattr(stage.params, "backend", None):
-        # Another backend reads the rows itself.
+    rule = PromptFacts.read(prompts).length_policy
+    if is_delegated:
+        # Another backend reads the rows itself, and cuts none off.
         rule = replace(rule, action="refuse")
     # A document that has no target within the limit is of no use, even cut off.
     lost = [

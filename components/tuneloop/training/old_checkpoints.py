@@ -2,11 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from tuneloop.core.artifacts import PRUNED, Artifact, Manifest, find_manifest, split_ref
 from tuneloop.core.context import Stage
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
+from tuneloop.formats.facts import LineageFacts
 
 STATE = "state"
 """Name, below a checkpoint of `policy_update`, of the artifact with its ``trainer/``, if that was written."""
@@ -18,6 +20,13 @@ PINS = "pins"
 """Folder below a run: ``pins/<key of a checkpoint>/<who needs it>``, for forks and promoted versions."""
 HISTORY = "metrics.jsonl"
 """The file that is kept of a deleted checkpoint, beside its manifest: the curves of a run need it."""
+
+
+class RetentionParams(Protocol):
+    """The parameters of a stage that say which of its checkpoints are kept; None: all, and none beside these."""
+
+    save_total_limit: int | None
+    keep_every: int | None
 
 
 def pin_artifact(made: Artifact, who: str) -> None:
@@ -48,22 +57,23 @@ def list_pinned(run: str) -> set[str]:
 def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]) -> Iterator[str]:
     """Yield the URLs that are needed to continue training from the checkpoint at `url`: its adapters' base, and the
     checkpoints since the trainer's state was written; rewards are never deleted. `find` returns a URL's manifest."""
-    if base := made.facts.get("base"):
+    facts = LineageFacts.read(made)
+    if base := facts.base:
         yield split_ref(base)[0]
-    found = made if STATE_FACT in made.facts and not find(f"{url}/{STATE}") else None
+    found = made if facts.trainer_state and not find(f"{url}/{STATE}") else None
     while found:
         yield (before := split_ref(found.inputs["policy"])[0])
         found = find(before) if before != split_ref(made.notes[SINCE])[0] else None
 
 
-def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
+def delete_old_checkpoints(stage: Stage[RetentionParams], manifest: Manifest) -> None:
     """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, if the stage has that limit.
 
     Also kept are pinned checkpoints, those needed to continue training from a kept one, the models of each
     ``keep_every``th iteration, and all manifests and histories: a run resumes and reports as before. Running stages
     read one of the newest two. It is idempotent."""
-    keep = getattr(stage.params, "save_total_limit", None)
-    keep_every = getattr(stage.params, "keep_every", None)
+    keep = stage.params.save_total_limit
+    keep_every = stage.params.keep_every
     if keep is None:
         return
     chain = _walk_back(stage.out_url, manifest)
@@ -80,7 +90,7 @@ def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
             Store(url).delete(STATE)
             continue
         prune_checkpoint(url, made, f"save_total_limit={keep}")
-        stage.log(f"deleted version {made.facts['version']}: save_total_limit is {keep}")
+        stage.log(f"deleted version {made.version}: save_total_limit is {keep}")
 
 
 def prune_checkpoint(url: str, made: Manifest, rule: str) -> None:
@@ -96,11 +106,11 @@ def prune_checkpoint(url: str, made: Manifest, rule: str) -> None:
 def check_trainable(made: Artifact) -> None:
     """Check that training can go on from a checkpoint: its trainer's state is there, or what restores it. Raises
     UserError where retention has deleted that."""
-    if STATE_FACT not in made.manifest.facts or find_manifest(f"{made.url}/{STATE}"):
+    if not LineageFacts.read(made).trainer_state or find_manifest(f"{made.url}/{STATE}"):
         return
     for url in list_needed(made.url, made.manifest, find_manifest):
         if Store(url).get(PRUNED) is not None:
-            version = made.manifest.facts["version"]
+            version = made.manifest.version
             remedy = f"the trainer's state of version {version} was pruned by retention, and that from which it"
             remedy += " could be restored; fork from a newer iteration, or export the model and train on from that"
             raise UserError("ITERATION", version, remedy)

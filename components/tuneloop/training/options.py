@@ -106,6 +106,16 @@ class TrainerOptions(Options):
     )
 
     @property
+    def is_delegated(self) -> bool:
+        """Whether another backend trains."""
+        return False
+
+    @property
+    def required_world_size(self) -> int | None:
+        """The number of processes that must train; None: any."""
+        return self.expected_world_size
+
+    @property
     def optimization(self) -> Optimization:
         return Optimization(
             **{field.name: getattr(self, field.name) for field in fields(Optimization)}

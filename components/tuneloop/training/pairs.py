@@ -13,6 +13,8 @@ from tuneloop.formats.token_files import Corpus, Document, Places, build_documen
 from tuneloop.training import checkpoint
 from tuneloop.training.corpora import read_corpus
 from tuneloop.training.lengths import fit_corpus
+from tuneloop.training.options import TrainerOptions
+from tuneloop.training.protocols import ScoringPolicy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,10 +65,19 @@ def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
 
 
 def fit_pairs(
-    stage: Stage, pairs: Pairs, prompts: Artifact, policy: "Policy", max_length: int
+    stage: Stage, pairs: Pairs, prompts: Artifact, policy: "Policy", options: TrainerOptions
 ) -> Pairs:
     """Return the pairs both of whose documents fit; see `fit_corpus`."""
-    return Pairs(fit_corpus(stage, pairs.documents, prompts, policy, max_length, together=2))
+    documents = fit_corpus(
+        stage,
+        pairs.documents,
+        prompts,
+        policy,
+        options.max_length,
+        together=2,
+        is_delegated=options.is_delegated,
+    )
+    return Pairs(documents)
 
 
 def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "Tensor":
@@ -81,7 +92,7 @@ def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "
 
 def score_documents(
     stage: Stage | None,
-    policy: Any,
+    policy: ScoringPolicy,
     documents: Sequence[Document],
     limit: int,
     score: "Score" = sum_logprobs,
@@ -104,7 +115,7 @@ def score_documents(
 
 
 def compute_accuracy(
-    stage: Stage, policy: Any, pairs: Pairs, limit: int, score: "Score" = sum_logprobs
+    stage: Stage, policy: ScoringPolicy, pairs: Pairs, limit: int, score: "Score" = sum_logprobs
 ) -> float:
     """Compute the share of pairs whose chosen completion has a higher `score` than the rejected one."""
     found = score_documents(stage, policy, pairs.documents, limit, score)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
+from tuneloop.formats.facts import CheckpointFacts, RewardFacts
 from tuneloop.formats.rollouts import ROWS, open_rows
 from tuneloop.formats.token_files import Document
 
@@ -51,20 +52,14 @@ class Sample:
 
 def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> float:
     """Return the rollouts' temperature. Raises UserError: they are greedy, too old, or sampled by another policy."""
-    facts, version = rewards.manifest.facts, policy.manifest.facts["version"]
-    for name in ("version", "digest", "sampling"):
-        if name not in facts:
-            raise UserError(
-                "--rewards",
-                rewards.url,
-                f"does not state its {name}; give the output of the stage reward",
-            )
-    age = version - facts["version"]
-    if facts["digest"] != policy.manifest.digest and not 0 < age <= max_staleness:
-        sampled = f"{rewards.url}, sampled by version {facts['version']} ({facts['digest']})"
+    facts = RewardFacts.read(rewards, "--rewards")
+    version = CheckpointFacts.read(policy, "--policy").version
+    age = version - facts.version
+    if facts.digest != policy.manifest.digest and not 0 < age <= max_staleness:
+        sampled = f"{rewards.url}, sampled by version {facts.version} ({facts.digest})"
         remedy = f"--policy is version {version} ({policy.manifest.digest}); sample with it, or raise max_staleness"
         raise UserError("--rewards", sampled, remedy)
-    temperature = float(facts["sampling"]["temperature"])
+    temperature = facts.sampling.temperature
     if temperature <= 0:
         remedy = "greedy rollouts have no distribution to train on; use 1.0"
         raise UserError("sampling.temperature", temperature, remedy)

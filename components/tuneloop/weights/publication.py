@@ -15,6 +15,7 @@ from tuneloop.core.artifacts import Artifact, Manifest, dump_checked_json, load_
 from tuneloop.core.component import UNTRACKED, Stage
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store, local_path
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.weights.pointer import PointerConflict, PointerRewind
 from tuneloop.weights.publish import Published, publish_version
 from tuneloop.weights.versions import Chain
@@ -60,7 +61,7 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     root = params.get("weights")
     if root is None:
         return
-    version: int = manifest.facts["version"]
+    version = VersionFacts.read(manifest).version
     # It is read before the attempt, and says whether the version existed then.
     chain = Chain(root)
     # Without timings an earlier attempt committed it, and later versions may exist.
@@ -78,7 +79,7 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
         version,
         Artifact(stage.out_url).part("model"),
         base=base,
-        base_version=policy.manifest.facts["version"] if policy and base else None,
+        base_version=VersionFacts.read(policy).version if policy and base else None,
         source=manifest.digest,
         # Only the stage that writes the base model has these two parameters.
         encoding=params.get("weight_encoding", "chain"),

@@ -178,7 +178,7 @@ def test_a_saved_state_goes_on_bit_for_bit(lora: dict, tmp_path: Path, base: Art
     assert (
         saved.manifest.stage,
         saved.manifest.facts["version"],
-        trainer_state(saved)["step"],
+        trainer_state(saved).step,
     ) == ("session", 4, 1)
     assert "model/tokenizer.json" in saved.manifest.files and saved.path
 

@@ -157,7 +157,7 @@ def test_retention_leaves_what_a_fork_begins_from(tmp_path: Path) -> None:
     }
     assert gone == {"1", "3", "4"}
     newest = Artifact(f"{run.url}/iterations/5/policy-update")
-    params = SimpleNamespace(save_total_limit=2)
+    params = SimpleNamespace(save_total_limit=2, keep_every=None)
     stage: Any = SimpleNamespace(params=params, out_url=newest.url, log=lambda text: None)
     delete_old_checkpoints(stage, newest.manifest)
     kept = {

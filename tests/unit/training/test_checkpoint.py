@@ -10,6 +10,7 @@ from tests.making import checkpoint_artifact, commit, prompts_artifact
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import SEPARATED, canary_logprobs, measure_noise
+from tuneloop.formats.facts import TrainerState
 from tuneloop.inference.engines.transformers import open_engine
 from tuneloop.inference.proof import StaleWeights, prove_weights, read_canary
 from tuneloop.stages.sft import sft
@@ -147,12 +148,7 @@ def test_version_and_trainer_state(trained):
     base, after = trained
     assert after.manifest.facts["version"] == after.manifest.results["version"] == 5
     assert checkpoint.trainer_state(base) is None
-    assert checkpoint.trainer_state(after) == {
-        "format": 1,
-        "stage": "sft",
-        "step": 2,
-        "betas": [0.9, 0.95],
-    }
+    assert checkpoint.trainer_state(after) == TrainerState("sft", step=2, betas=[0.9, 0.95])
 
 
 def test_training_goes_on_from_float32_masters(trained, tmp_path):

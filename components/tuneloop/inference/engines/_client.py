@@ -23,6 +23,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import POLL_S, Response, Unanswered
 from tuneloop.core.json_types import JsonObject
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, EngineReport, Sampling, TensorProof
 from tuneloop.inference.engines._connection import Lost, open_answer, read_message, read_messages
@@ -263,7 +264,7 @@ class Client:
         if self.sleeps:
             self._json("POST", "/wake_up", {})
         served = self._json("GET", "/version")
-        version = policy.manifest.facts["version"]
+        version = VersionFacts.read(policy).version
         if force or (served["version"], served["digest"]) != (version, policy.manifest.digest):
             request = {"ref": policy.ref, "version": version, "force": force}
             if self.keep_s:

@@ -26,6 +26,7 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.server_token import build_token_headers
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Ids, Request
 from tuneloop.inference.capabilities import Capabilities
 from tuneloop.inference.engines import Done, Engine, EngineReport, Sampling
@@ -173,7 +174,7 @@ class Endpoint:
                 self.fleet, make_target(policy), timeout_s=self.timeout_s, force=force
             )
             self.urls = self._given or self.refitted.urls
-        self.version = policy.manifest.facts["version"]
+        self.version = VersionFacts.read(policy).version
         self.digest = policy.manifest.digest
         self.vocab_size = json.loads(policy.part("model/config.json").read_text())["vocab_size"]
 

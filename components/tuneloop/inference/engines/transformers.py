@@ -26,6 +26,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.architectures import find_model_class, supports_attention
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.capabilities import Capabilities
 from tuneloop.inference.engines import Done, Engine, EngineReport, Sampling, TensorProof
@@ -108,7 +109,7 @@ class Transformers:
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=self.dtype, attn_implementation=self.attention
         )
-        self.serve(model, policy.manifest.facts["version"], policy.manifest.digest)
+        self.serve(model, VersionFacts.read(policy).version, policy.manifest.digest)
 
     def serve(self, model: Any, version: int, digest: str) -> None:
         """Serve a model of this process; the engine owns it from then on."""

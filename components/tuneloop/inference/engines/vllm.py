@@ -170,7 +170,7 @@ class Vllm:
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         """Serve `policy`. Raises as `change`."""
-        version = policy.manifest.facts["version"]
+        version = VersionFacts.read(policy).version
         digest = policy.manifest.digest
         if force or (self.version, self.digest) != (version, digest):
             self.change(policy.part("model"), version, digest)

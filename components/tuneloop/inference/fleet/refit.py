@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable
 from tuneloop.core.store import local_path
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.inference.fleet import Fleet, Unreachable, Worker
 
 PASSES = 5
@@ -42,7 +43,7 @@ class Refitted:
 
 def make_target(policy: Artifact) -> Target:
     """Name a checkpoint for workers: by its directory where the store is a volume, else by its reference."""
-    version = policy.manifest.facts["version"]
+    version = VersionFacts.read(policy).version
     digest = policy.manifest.digest
     local = local_path(policy.url)
     model = f"{local}/{policy.manifest.root}/model" if local else f"{policy.url}@{digest}"

@@ -1,0 +1,151 @@
+"""The facts that stages read of each other's artifacts, one dataclass for each kind of artifact."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tuneloop.core.facts import Facts
+from tuneloop.core.json_types import JsonObject
+from tuneloop.formats.chat_forms import Reasoning
+from tuneloop.formats.conversations import History
+from tuneloop.formats.held_out import HeldOutFacts
+from tuneloop.formats.too_long import DROP_AT_MOST, LengthPolicy, TooLong
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What is known of a trainer's state beside its tensors: ``state.json``, or the fact instead.
+
+    Attributes:
+        stage: the stage that wrote it.
+        step: optimizer steps taken.
+        betas: of AdamW.
+        lora: options of the adapters, None without adapters.
+        base: digest of the checkpoint that the adapters belong to.
+        digest: of the tensors, where the state is not part of the checkpoint.
+    """
+
+    stage: str
+    step: int
+    betas: list[float]
+    format: int = 1
+    lora: JsonObject | None = None
+    base: str | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionFacts(Facts):
+    """The policy version that an artifact holds or was made with."""
+
+    source: ClassVar[str] = "a checkpoint"
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineageFacts(Facts):
+    """What an artifact of a loop has only if it is a checkpoint; none is required.
+
+    Attributes:
+        base: reference of the checkpoint that the adapters belong to, None without adapters.
+        trainer_state: None where the state is among the files, or where nothing was trained yet.
+        dropped_generation_settings: settings of sampling that the base had, which are not handed on.
+    """
+
+    base: str | None = None
+    trainer_state: TrainerState | None = None
+    dropped_generation_settings: JsonObject | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFacts(VersionFacts, LineageFacts):
+    """Facts of a policy's version.
+
+    Attributes:
+        iteration: of the loop, None where the checkpoint was made outside it.
+        save_dtype: of the weights in ``model/``.
+    """
+
+    iteration: int | None = None
+    save_dtype: str | None = None
+    held_out: HeldOutFacts | None = None
+
+
+@dataclass(frozen=True)
+class SamplingFacts:
+    """How completions were sampled."""
+
+    temperature: float
+
+
+@dataclass(frozen=True)
+class OversamplingFacts:
+    """How many groups were sampled, and how many of them the update wants."""
+
+    asked: int
+    wanted: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFacts(Facts):
+    """Facts of scored rollouts: those of the rollouts, which the stage reward passes on.
+
+    Attributes:
+        version, digest: of the policy that was sampled.
+        groups: None where every group counts.
+    """
+
+    source: ClassVar[str] = "the output of the stage reward"
+
+    version: int
+    digest: str
+    sampling: SamplingFacts
+    groups: OversamplingFacts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFacts(Facts):
+    """Facts of data, and of tokens made of it.
+
+    Attributes:
+        too_long, drop_at_most: what becomes of rows that are too long.
+        history, reasoning: how conversations are learned.
+        tokenizer: digest of the tokenizer, where rows are tokenized already.
+    """
+
+    source: ClassVar[str] = "the output of data_prep or tokenize_data"
+
+    too_long: TooLong = "drop"
+    drop_at_most: float = DROP_AT_MOST
+    history: History = "as-rendered"
+    reasoning: Reasoning = "keep"
+    tokenizer: str | None = None
+
+    @property
+    def length_policy(self) -> LengthPolicy:
+        """What becomes of rows that are too long."""
+        return LengthPolicy(self.too_long, self.drop_at_most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogprobFacts(Facts):
+    """Facts of a reference's log-probabilities; `digest` is that of the reference."""
+
+    source: ClassVar[str] = "the output of reference_logprobs"
+
+    digest: str
+
+
+@dataclass(frozen=True)
+class RewardSummary:
+    """What a mean reward was taken over: how many completions had each outcome."""
+
+    outcomes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreFacts(Facts):
+    """Facts of any artifact with scores, as a reader of runs meets them; all may be absent."""
+
+    outcomes: dict[str, int] | None = None
+    reward: RewardSummary | None = None
