@@ -27,11 +27,13 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.formats.rollouts import Completion, Ids, Request
+from tuneloop.inference.capabilities import Capabilities
 from tuneloop.inference.engines import Done, Engine, Sampling
 from tuneloop.inference.engines._connection import Lost, open_answer, read_messages
 from tuneloop.inference.fleet import Fleet, open_fleet
 from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
 
+CAPABILITIES = Capabilities(in_process=False, pulls=True)
 Result = TypeVar("Result")
 Form = TypeVar("Form")
 

@@ -25,12 +25,15 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.architectures import find_model_class, supports_attention
 from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.inference.capabilities import Capabilities
 from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
 from tuneloop.inference.engines._tensors import compare_state, digest_model
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import DynamicCache
+
+CAPABILITIES = Capabilities(deterministic=True)
 
 
 def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> Engine:

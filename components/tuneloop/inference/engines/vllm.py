@@ -23,6 +23,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.inference.capabilities import Capabilities
 from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._readback import read_back, reload_weights, reset_prefix_cache
@@ -31,6 +32,7 @@ from tuneloop.inference.engines._start_errors import explain_start_error
 from tuneloop.inference.engines._tensors import Readback, digest_model
 from tuneloop.sharing.snapshot import check_snapshots, resume_processes, suspend_process
 
+CAPABILITIES = Capabilities(serves=True, pulls=True, sleeps=True, deterministic=True, replicas=True)
 DETERMINISTIC, SNAPSHOT = OWN = "deterministic", "snapshot"
 """The engine arguments that are tuneloop's own."""
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
