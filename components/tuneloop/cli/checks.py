@@ -22,7 +22,6 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
     it needs lacks an option."""
     from tuneloop.argo.lint import lint_workflow
     from tuneloop.inference.engines import vllm
-    from tuneloop.runs.records import list_leaves
     from tuneloop.workflow import manifest
 
     if problems := lint_workflow(workflow):
@@ -31,11 +30,10 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
         )
     manifest.check_workflow(workflow["spec"])
     Store(store).check_writable()
-    for path, value in list_leaves(config):
-        if value == "vllm" and "engine" in path and importlib.util.find_spec("vllm") is None:
-            raise UserError(path, value, vllm.INSTALL)
     engine = config.get("engine")
-    if isinstance(engine, Mapping) and engine.get("name") == "vllm":
+    if isinstance(engine, Mapping) and engine.get("kind") == "vllm":
+        if importlib.util.find_spec("vllm") is None:
+            raise UserError("engine.kind", "vllm", vllm.INSTALL)
         vllm.check_here(engine.get("args") or {}, "engine.args.")
     for name, port in daemon_ports(workflow):
         if is_port_taken(port):
@@ -91,7 +89,7 @@ def demo_engine() -> tuple[str, str]:
             raise UserError("demo", package, "is not installed; pip install 'tuneloop[train]'")
     if importlib.util.find_spec("vllm") is None:
         return "transformers", "as vLLM is not installed here"
-    return "vllm", "as vLLM is installed here; without it: --set engine.name=transformers"
+    return "vllm", "as vLLM is installed here; without it: --set engine=transformers"
 
 
 def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

@@ -81,8 +81,9 @@ def submit_run(
             read_yaml_documents("manifest", fleet), namespace=namespace, labels={RUN_LABEL: run}
         )
         fleet_sets = [
-            "engine.name=endpoint",
-            "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"]),
+            "engine.kind=endpoint",
+            "engine.weights.kind=refit",
+            "engine.weights.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"]),
         ]
     settings: Any = (found := find_pipeline(pipeline)).configure(
         config, [*fleet_sets, *(sets or ())]

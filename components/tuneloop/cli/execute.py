@@ -107,10 +107,10 @@ def run_demo(
     from tuneloop.cli.checks import demo_engine
 
     settings = sets or []
-    if not any(each.startswith(("engine=", "engine.name=")) for each in settings):
+    if not any(each.startswith(("engine=", "engine.kind=")) for each in settings):
         engine, why = demo_engine()
         typer.echo(f"{name}: engine {engine}, {why}")
-        settings = [f"engine.name={engine}", *settings]
+        settings = [f"engine={engine}", *settings]
     if not any(each.startswith("loop") for each in settings):
         settings = [
             "loop.iterations_per_pod=20",

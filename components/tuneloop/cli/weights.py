@@ -137,7 +137,9 @@ def _root(name: str, store: str) -> str:
         return name
     if (root := published_root(open_run(name, store))) is None:
         raise UserError(
-            "run", name, "published no versions (engine.pull); give the URL of a weights root"
+            "run",
+            name,
+            "published no versions (engine.weights=pull); give the URL of a weights root",
         )
     return root
 
