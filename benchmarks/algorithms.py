@@ -41,7 +41,7 @@ def main() -> None:
         for algorithm in flags.algorithms:
             name = algorithm.replace("_", "-")
             settings = {
-                **{"seed": flags.seed, "base_model": model, "engine.name": "transformers"},
+                **{"seed": flags.seed, "base_model": model, "engine.kind": "transformers"},
                 **{"update.algorithm": algorithm, "update.algorithm_args": ALGORITHMS[algorithm]},
                 **{"loop.iterations": flags.iterations, "loop.target_reward": 2},
                 **{

@@ -57,7 +57,7 @@ SETTINGS = {
     **{
         "sft.max_steps": 400,
         "sft.max_length": 192,
-        "engine.name": "transformers",
+        "engine.kind": "transformers",
         "reward.timeout_s": 12 * SECONDS,
     },
     **{"evaluate.reward_timeout_s": 12 * SECONDS, "loop.target_reward": 2, "reward.workers": 2},

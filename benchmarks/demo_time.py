@@ -37,7 +37,7 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.trl_sft:
         return train_by_trl(*map(Path, flags.trl_sft))
-    loops = {"tuneloop, vLLM": (), "tuneloop, transformers": ("--set=engine.name=transformers",)}
+    loops = {"tuneloop, vLLM": (), "tuneloop, transformers": ("--set=engine.kind=transformers",)}
     print(
         f"{'':24}{'seconds':>9}{'iterations':>12}{'last reward':>13}{'to a mean of 0.95':>19}",
         flush=True,

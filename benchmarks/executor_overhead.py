@@ -41,7 +41,7 @@ def main() -> None:
             work,
         ]
         settings = [
-            "engine.name=transformers",
+            "engine.kind=transformers",
             "sft.max_steps=60",
             f"loop.iterations={count}",
             "loop.target_reward=2",

@@ -22,9 +22,9 @@ from pathlib import Path
 
 TARGET, WINDOW = 0.95, 5
 LOOPS: dict[str, dict[str, object]] = {
-    "pod": {"engine.name": "transformers", "loop.iterations_per_pod": 60},
-    "stage": {"engine.name": "transformers", "loop.iterations_per_pod": 0},
-    "vllm": {"engine.name": "vllm", "loop.iterations_per_pod": 0},
+    "pod": {"engine.kind": "transformers", "loop.iterations_per_pod": 60},
+    "stage": {"engine.kind": "transformers", "loop.iterations_per_pod": 0},
+    "vllm": {"engine.kind": "vllm", "loop.iterations_per_pod": 0},
 }
 
 

@@ -45,7 +45,7 @@ def main() -> None:
             settings = {
                 **{
                     "base_model": exported(store, "sft"),
-                    "engine.name": flags.engine,
+                    "engine.kind": flags.engine,
                     "loop.target_reward": 2,
                 },
                 **{"loop.iterations": flags.iterations, "loop.asynchronous": overlapped},

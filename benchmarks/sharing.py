@@ -146,7 +146,7 @@ def real_runs(store: Path, iterations: int, runs: int) -> None:
     from tuneloop.sharing.leases import compute_poll_interval
 
     settings: dict[str, object] = {
-        **{"engine.name": "transformers", "loop.iterations": iterations, "loop.target_reward": 2},
+        **{"engine.kind": "transformers", "loop.iterations": iterations, "loop.target_reward": 2},
         **{
             "rollout.prompts_per_iteration": 16,
             "rollout.n": 8,

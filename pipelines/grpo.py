@@ -6,9 +6,9 @@ The loop is an Argo template that calls itself: iteration k+1 starts from the ch
 iterations are used up or a batch of rollouts earns `target_reward`. After `per_workflow` iterations the run continues
 in another workflow, so that its length is not limited. With the engine `vllm` one server lives as long as the workflow
 and loads each new version in place; with `transformers` every rollout generates in its own process, which is slower
-and bit-for-bit reproducible, as `vllm` is with `engine.deterministic`. With `engine.pull` every version is published as
-a delta, and the server pulls it. With the engine `endpoint` your own fleet pulls it, and only its URL is used; or its
-workers are given each version before they are sampled from (`engine.fleet`).
+and bit-for-bit reproducible, as `vllm` is with `engine.deterministic`. With `engine.weights=pull` every version is
+published as a delta, and the server pulls it. With the engine `endpoint` your own fleet pulls it, and only its URL is
+used; or its workers are given each version before they are sampled from (`engine.weights=refit`).
 
 With `loop.asynchronous` the next batch is sampled while the policy is updated on this one, so that neither waits; all
 but the first batch of a workflow are one version old.
@@ -75,11 +75,12 @@ LOOP = Loop(
 def stages(config: Config, required: Sequence[str] = ("train",)) -> list[StageSpec]:
     """Return the stages with their parameters; `seed` and `weights` reach those that have them by themselves.
     `required`: the splits of the data that the pipeline cannot do without."""
-    engine = {"engine": config.engine.name, "engine_args": config.engine.options}
-    first = {
-        "publish_weights": not config.engine.fleet_has_base,
-        "weight_encoding": config.engine.encoding,
-    }
+    engine = {"engine": config.engine.kind, "engine_args": config.engine.options}
+    first = {}
+    publication = config.engine.publication
+    if publication:
+        first["publish_weights"] = publication.has_base_version
+        first["weight_encoding"] = publication.encoding
     ranks = {"processes": config.processes, "nodes": config.nodes}
     return [
         StageSpec(data_prep, config.data, required=list(required)),

@@ -46,7 +46,7 @@ def list_settings(step: Step) -> dict[str, Any]:
         "data.chat": True,
         "data.eval": 8 if step.small else 256,
         "data.train": 64 if step.small else 3000,
-        "engine.name": "transformers",
+        "engine.kind": "transformers",
         "engine.args": json.dumps({"max_num_seqs": 512}),
         "rollout.prompts_per_iteration": 4 if step.small else 64,
         "rollout.n": 4 if step.small else 8,

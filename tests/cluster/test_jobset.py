@@ -106,7 +106,7 @@ def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(
 
 
 LOOP = [
-    *("engine.name=transformers", "loop.iterations=2", "nodes=2", "update.device=cpu"),
+    *("engine.kind=transformers", "loop.iterations=2", "nodes=2", "update.device=cpu"),
     *("data.source_args={digits: 2}", "data.train=16", "data.eval=4", "data.sft=0"),
     *(
         "data.rewards={length_penalty: 1}",

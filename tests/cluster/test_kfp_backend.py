@@ -40,7 +40,7 @@ DATA = [
 ]
 SFT = ["sft.max_steps=20", "sft.save_steps=10", "sft.per_device_train_batch_size=16"]
 LOOP = [
-    "engine.name=transformers",
+    "engine.kind=transformers",
     "engine.args={}",
     "rollout.prompts_per_iteration=4",
     "rollout.n=4",

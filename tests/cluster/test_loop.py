@@ -22,7 +22,7 @@ from tuneloop.local.executor import execute_parts
 pytestmark = pytest.mark.cluster
 
 SMALL = [
-    *("engine.name=transformers", "engine.args={}", "loop.iterations=2", "evaluate.limit=8"),
+    *("engine.kind=transformers", "engine.args={}", "loop.iterations=2", "evaluate.limit=8"),
     *("data.source_args={digits: 2}", "data.train=40", "data.eval=8", "data.sft=40"),
     *("rollout.prompts_per_iteration=4", "rollout.n=4"),
     *("sft.max_steps=100", "sft.save_steps=10", "sft.per_device_train_batch_size=16"),

@@ -26,7 +26,11 @@ def test_server_side_dry_run(cluster: Connection, overlay: Path) -> None:
 
 
 def test_rendered_servers_are_accepted(cluster: Connection, tmp_path: Path) -> None:
-    sets = ("engine.pull=true", "engine.weights=s3://artifacts/weights", "cluster.sampler.gpus=1")
+    sets = (
+        "engine.weights.kind=pull",
+        "engine.weights.url=s3://artifacts/weights",
+        "cluster.sampler.gpus=1",
+    )
     words = [word for item in sets for word in ("--set", item)]
     assert (
         run_cli(

@@ -65,7 +65,7 @@ print(json.dumps({**answer, "names": [each["id"] for each in json.load(models)["
 """
 GRPO = [
     *(
-        "engine.name=transformers",
+        "engine.kind=transformers",
         "engine.args={}",
         "loop.iterations=2",
         "evaluate.limit=8",

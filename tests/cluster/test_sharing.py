@@ -213,7 +213,7 @@ def test_two_runs_on_one_claim_and_a_third_on_another(cluster: Connection, share
 
 EXPERIMENT = {
     "cluster.images": IMAGES,
-    "engine.name": "transformers",
+    "engine.kind": "transformers",
     "data.source_args.digits": 3,
     "data.source_args.sft_wrong_share": 0.4,
     "data.train": 128,

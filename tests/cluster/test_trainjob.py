@@ -138,7 +138,7 @@ def test_grpo_as_a_runtime(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     given = [
-        "engine.name=transformers",
+        "engine.kind=transformers",
         "loop.iterations=2",
         "data.train=12",
         "data.eval=4",

@@ -17,7 +17,7 @@ MANIFESTS = HERE.parents[1] / "manifests" / "components" / "pipelines"
 PIPELINES = sorted(HERE.parents[1].glob("pipelines/*.py"))
 FORMS = {
     "": [],
-    "-transformers": ["--set", "engine.name=transformers", "--set", "loop.evaluate_every=5"],
+    "-transformers": ["--set", "engine.kind=transformers", "--set", "loop.evaluate_every=5"],
     "-asynchronous": ["--set", "loop.asynchronous=true", "--set", "loop.evaluate_every=5"],
     "-replicas": ["--set", "engine.replicas=2"],
     "-servers": [
@@ -25,9 +25,9 @@ FORMS = {
             "--servers",
             "tuneloop-rollout",
             "--set",
-            "engine.pull=true",
+            "engine.weights.kind=pull",
             "--set",
-            "engine.weights=s3://bucket/weights",
+            "engine.weights.url=s3://bucket/weights",
         ),
         *(
             "--set",
@@ -41,7 +41,7 @@ FORMS = {
     ],
     "-stages": [
         "--set",
-        "engine.name=transformers",
+        "engine.kind=transformers",
         "--set",
         "loop.evaluate_every=5",
         "--set",

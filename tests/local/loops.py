@@ -12,7 +12,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.local import journal
 
 SMALL = {
-    "engine.name": "transformers",
+    "engine.kind": "transformers",
     "data.train": 64,
     "data.eval": 16,
     "data.sft": 64,

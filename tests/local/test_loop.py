@@ -124,12 +124,12 @@ def test_programs_are_learnt_and_tested(tmp_path: Path) -> None:
 )
 def test_loop_with_real_vllm(tmp_path: Path, model: str, pull: bool) -> None:
     settings = {
-        "engine.name": "vllm",
+        "engine.kind": "vllm",
         "base_model": model,
         "loop.iterations": 2,
         "engine.port": free_port(),
     }
-    settings["engine.pull"] = pull
+    settings["engine.weights"] = "pull" if pull else "load"
     printed = finish(command("run", "sft_then_grpo", "--run", "v", store=tmp_path, **settings))
     for iteration in (1, 2):
         made = Artifact(f"{tmp_path}/v/iterations/{iteration}/rollout").manifest
@@ -155,7 +155,7 @@ def test_a_loop_outlives_its_server(tmp_path: Path) -> None:
     """Ended by SIGILL while it generates, in the second iteration: the rollout goes on with what it has."""
     port = free_port()
     settings = {
-        "engine.name": "vllm",
+        "engine.kind": "vllm",
         "base_model": "tiny-qwen3",
         "loop.iterations": 2,
         "engine.port": port,
@@ -197,7 +197,7 @@ def test_a_loop_goes_on_with_the_replica_that_is_left(tmp_path: Path) -> None:
     """One of two servers is killed while both generate: the other makes the rest of that batch."""
     port = free_port()
     settings = {
-        "engine.name": "vllm",
+        "engine.kind": "vllm",
         "engine.replicas": 2,
         "loop.iterations": 2,
         "engine.port": port,
@@ -228,7 +228,7 @@ def test_a_loop_goes_on_with_the_replica_that_is_left(tmp_path: Path) -> None:
 def test_deterministic_runs_with_vllm_have_one_root_whatever_was_killed(tmp_path: Path) -> None:
     """One is left alone. Of the other all is killed in its first rollout, and its server in the second; then vLLM in
     another process makes the second rollout again."""
-    settings = {"engine.name": "vllm", "engine.deterministic": True, "loop.iterations": 2}
+    settings = {"engine.kind": "vllm", "engine.deterministic": True, "loop.iterations": 2}
     settings |= {
         "rollout.prompts_per_iteration": 32,
         "engine.args.max_num_seqs": 4,

@@ -433,9 +433,9 @@ def test_loop_over_a_fleet_that_pulls(tmp_path: Path) -> None:
     try:
         urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
         settings = {
-            "engine.name": "endpoint",
+            "engine.kind": "endpoint",
             "engine.rollout_endpoint_url": urls,
-            "engine.pull": True,
+            "engine.weights.kind": "pull",
         }
         settings |= {
             "loop.iterations": 3,

@@ -146,7 +146,7 @@ def test_the_demo_of_the_wheel_runs_where_there_is_no_clone(
             "loop.target_reward=2",
         ),
     )
-    sets = [f"--set={each}" for each in ("engine.name=transformers", *small)]
+    sets = [f"--set={each}" for each in ("engine.kind=transformers", *small)]
     out = command(installed, tmp_path, "demo", "--no-track", *sets)
     assert "demo: succeeded" in out
     assert (tmp_path / "runs/demo/report.html").stat().st_size > 10_000

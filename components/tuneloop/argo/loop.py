@@ -18,7 +18,6 @@ from hera.workflows.models import ValueFrom
 from tuneloop.argo.claims import role_of
 from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import (
-    ELSEWHERE,
     OUTPUTS,
     find_role,
     mount_token,
@@ -285,9 +284,9 @@ def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipe
     made = pod_template(
         described, loop.inputs, outputs, published, per_pod=per_pod, role=role, cluster=cluster
     )
-    if config.engine.name == "vllm":
+    if config.engine.server:
         mount_token(made)
-    elif config.engine.name == ELSEWHERE:
+    elif not config.engine.capabilities.in_process:
         made.labels = {**(made.labels or {}), CLIENT_LABEL: "true"}
     return made
 
@@ -378,10 +377,11 @@ def call_server(
 ) -> tuple[list[Any], str]:
     """Create the tasks of the engine's rollout servers, if there are any; return them and their endpoint. They boot
     with `policy`; servers that pull find the latest version themselves."""
-    if "serve" not in templates:
-        return [], config.engine.rollout_endpoint_url or ""
-    given = {} if config.engine.pull else {"policy": policy}
-    count = config.engine.replicas
+    server = config.engine.server
+    if server is None or "serve" not in templates:
+        return [], config.engine.endpoint_url
+    given = {} if config.engine.publication else {"policy": policy}
+    count = server.replicas
     calls = (
         {f"serve-{i}": {**given, "replica": str(i)} for i in range(1, count + 1)}
         if count > 1
@@ -390,7 +390,7 @@ def call_server(
     tasks = [
         templates["serve"](name=name, arguments=arguments) for name, arguments in calls.items()
     ]
-    return tasks, ",".join(f"http://{task.ip}:{config.engine.port}" for task in tasks)
+    return tasks, ",".join(f"http://{task.ip}:{server.port}" for task in tasks)
 
 
 def call_loop(
@@ -409,5 +409,6 @@ def call_loop(
     first = templates["part"](
         name="part", arguments={name: given[name] for name in loop.values_of(loop.steps)}
     )
-    (start if config.engine.colocate else boot.task) >> server
+    is_colocated = bool(config.engine.server and config.engine.server.colocate)
+    (start if is_colocated else boot.task) >> server
     [start, *server] >> before >> first

@@ -67,13 +67,17 @@ def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) 
     repeated = [step.component for step in loop.steps] if loop else []
     per_pod = config.iterations_per_pod if loop else 0
     for spec in specs:
-        if loop and spec.component is repeated[0] and config.engine.name == "vllm":
-            about = {"several": config.engine.replicas > 1, **config.published(RUN)}
+        server = config.engine.server if loop else None
+        if server and spec.component is repeated[0]:
             made["serve"] = server_template(
-                config.engine.port, config.engine.options, config.cluster, **about
+                server.port,
+                server.options,
+                config.cluster,
+                several=server.replicas > 1,
+                **config.published(RUN),
             )
-            if config.engine.asleep:
-                resize_while_asleep(made["serve"], config.engine.asleep.requests)
+            if server.asleep:
+                resize_while_asleep(made["serve"], server.asleep.requests)
         if not (per_pod and spec.component in repeated) and spec.component.template not in made:
             made[spec.component.template] = template_of(spec, config, loop)
         if loop and spec.component is repeated[-1]:

@@ -10,6 +10,7 @@ from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.server_token import VARIABLE
+from tuneloop.inference.capabilities import Capabilities, find_capabilities
 from tuneloop.workflow.settings import (
     AUTO,
     GRACE_S,
@@ -43,8 +44,6 @@ SMALL = {"cpu": "50m", "memory": "256Mi", "memory_on_retry": ""}
 """Resources of a pod that only talks to the API server."""
 EXECUTOR = {"requests": {"cpu": "10m", "memory": "64Mi"}}
 """Resources of Argo's own containers in a pod."""
-ELSEWHERE = "endpoint"
-"""The engine whose servers the user provides."""
 NOBODY = {
     "runAsNonRoot": True,
     "runAsUser": 1000,
@@ -70,17 +69,20 @@ TOKEN_SOURCES: list[JsonObject] = [
 """Files of a projected volume with the token of a pod's account."""
 
 
-def read_engine(component: Component, given: JsonMapping) -> str | None:
-    """Return the engine that a stage samples with, by its parameters; None where it does not sample."""
+def read_engine(component: Component, given: JsonMapping) -> Capabilities | None:
+    """Return what the engine can do that a stage samples with, by its parameters; None where it
+    does not sample."""
     field = component.Params.model_fields.get("engine")
-    return given.get("engine", field and field.default)
+    kind = given.get("engine", field and field.default)
+    return find_capabilities(kind) if kind else None
 
 
 def find_role(component: Component, given: JsonMapping, wired: Iterable[str] = ()) -> ResourceRole:
     """Find the resource role of a stage's pod: cpu, if it only calls a server. `wired`: parameters set by the graph."""
     engine = read_engine(component, given)
     served = given.get("endpoint") or "endpoint" in wired
-    if not component.accelerator or engine == ELSEWHERE or (engine == "vllm" and served):
+    is_client = engine is not None and (not engine.in_process or (engine.serves and served))
+    if not component.accelerator or is_client:
         return "cpu"
     if component.role == "trainer" or component.role == "scorer":
         return component.role

@@ -132,9 +132,10 @@ def stage_template(
         return jobset_steps(
             component, made, role, processes, nodes, cluster, numbered="iteration" in dynamic
         )
-    if "endpoint" in dynamic and pod_fields.read_engine(component, given) == "vllm":
+    engine = pod_fields.read_engine(component, given)
+    if "endpoint" in dynamic and engine and engine.serves:
         pod_fields.mount_token(made)
-    if pod_fields.read_engine(component, given) == pod_fields.ELSEWHERE:
+    if engine and not engine.in_process:
         made.labels = {**(made.labels or {}), CLIENT_LABEL: "true"}
     # A client needs no device lease: it calls the run's own server, which holds one.
     elif component.accelerator:

@@ -32,7 +32,6 @@ def check_local_run(config: JsonMapping, workflow: JsonMapping, store: str) -> N
     from tuneloop.argo.lint import lint_workflow
     from tuneloop.inference.engines import vllm
     from tuneloop.inference.engines._vllm_start import INSTALL
-    from tuneloop.runs.records import list_leaves
     from tuneloop.workflow import manifest
 
     problems = lint_workflow(workflow)
@@ -42,13 +41,11 @@ def check_local_run(config: JsonMapping, workflow: JsonMapping, store: str) -> N
         )
     manifest.check_workflow(workflow["spec"])
     Store(store).check_writable()
-    # The spec of the package is looked up; its import takes seconds.
-    is_vllm_installed = importlib.util.find_spec("vllm") is not None
-    for path, value in list_leaves(config):
-        if value == "vllm" and "engine" in path and not is_vllm_installed:
-            raise UserError(path, value, INSTALL)
     engine = config.get("engine")
-    if isinstance(engine, Mapping) and engine.get("name") == "vllm":
+    if isinstance(engine, Mapping) and engine.get("kind") == "vllm":
+        # The spec of the package is looked up; its import takes seconds.
+        if importlib.util.find_spec("vllm") is None:
+            raise UserError("engine.kind", "vllm", INSTALL)
         vllm.check_here(engine.get("args") or {}, "engine.args.")
     for name, port in list_server_ports(workflow):
         if is_port_taken(port):
@@ -121,7 +118,7 @@ def choose_demo_engine() -> tuple[str, str]:
             raise UserError("demo", package, "is not installed; pip install 'tuneloop[train]'")
     if importlib.util.find_spec("vllm") is None:
         return "transformers", "as vLLM is not installed here"
-    return "vllm", "as vLLM is installed here; without it: --set engine.name=transformers"
+    return "vllm", "as vLLM is installed here; without it: --set engine=transformers"
 
 
 def list_server_ports(workflow: JsonMapping) -> Iterator[tuple[str, int]]:

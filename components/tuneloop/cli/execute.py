@@ -204,10 +204,10 @@ def run_demo(
     from tuneloop.cli.checks import choose_demo_engine
 
     settings = sets or []
-    if not any(item.startswith(("engine=", "engine.name=")) for item in settings):
+    if not any(item.startswith(("engine=", "engine.kind=")) for item in settings):
         engine, reason = choose_demo_engine()
         typer.echo(f"{name}: engine {engine}, {reason}")
-        settings = [f"engine.name={engine}", *settings]
+        settings = [f"engine={engine}", *settings]
     if not any(item.startswith("loop") for item in settings):
         # A pod by `auto` has eight, and the starts of the pods after the first take 3 s.
         settings = ["loop.iterations_per_pod=20", *settings]

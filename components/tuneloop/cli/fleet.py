@@ -144,7 +144,10 @@ def create_graph(
         tell=typer.echo,
     )
     url = f"dynamo://{graph['metadata']['name']}.{namespace}"
-    typer.echo(f"use it with --set engine.name=endpoint --set engine.fleet={url}")
+    typer.echo(
+        "use it with --set engine=endpoint --set engine.weights=refit "
+        f"--set engine.weights.fleet={url}"
+    )
 
 
 @app.command("down")

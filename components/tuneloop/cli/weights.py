@@ -174,7 +174,9 @@ def _find_root(name: str, store: str) -> str:
     root = find_published_root(open_run(name, store))
     if root is None:
         raise UserError(
-            "run", name, "published no versions (engine.pull); give the URL of a weights root"
+            "run",
+            name,
+            "published no versions (engine.weights=pull); give the URL of a weights root",
         )
     return root
 

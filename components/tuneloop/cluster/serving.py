@@ -27,9 +27,7 @@ def render_servers(workflow: JsonMapping, name: str, config: Any) -> list[JsonOb
         flag: value for flag, value in zip(words[::2], words[1::2]) if "{{" not in value
     }  # else specific to a run
     if not serve or "--weights" not in flags or share_of(workflow):
-        remedy = (
-            "need engine.name=vllm, engine.pull=true and engine.weights=URL, without cluster.share"
-        )
+        remedy = "need engine=vllm, engine.weights=pull and engine.weights.url=URL, without cluster.share"
         raise UserError("--servers", name, remedy)
     container = {**serve["container"], "name": "serve"}
     own = {"app.kubernetes.io/name": name}
@@ -56,7 +54,7 @@ def render_servers(workflow: JsonMapping, name: str, config: Any) -> list[JsonOb
     about = {"name": name, "labels": {**own, "app.kubernetes.io/part-of": "tuneloop"}}
     # One is the default of Kubernetes: it is left out, so that applying it keeps an autoscaler's number.
     deployment: JsonObject = (
-        {"replicas": config.engine.replicas} if config.engine.replicas > 1 else {}
+        {"replicas": config.engine.server.replicas} if config.engine.server.replicas > 1 else {}
     )
     deployment["selector"] = {"matchLabels": own}
     deployment["template"] = {

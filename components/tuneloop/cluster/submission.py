@@ -83,7 +83,11 @@ class Submission:
                 labels={RUN_LABEL: run},
             )
             address = "dynamo://{name}.{namespace}".format(**graph["metadata"])
-            fleet_sets = ["engine.name=endpoint", f"engine.fleet={address}"]
+            fleet_sets = [
+                "engine.kind=endpoint",
+                "engine.weights.kind=refit",
+                f"engine.weights.fleet={address}",
+            ]
         # The user's assignments come last, so that they win.
         settings = pipeline.configure(config, fleet_sets + list(sets))
         workflow = (

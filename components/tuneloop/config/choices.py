@@ -7,6 +7,7 @@ does. Completions of 512 tokens are GRPOConfig's `max_completion_length`."""
 
 from tuneloop.config.followed import Choice, Draft
 from tuneloop.config.model_facts import Model, ModelFacts, estimate_activation_bytes
+from tuneloop.config.sections import read_kind
 from tuneloop.training.options import LOGITS
 
 TRAINERS = ("sft", "preference", "reward_model", "policy_update")
@@ -75,7 +76,7 @@ def choose_context(draft: Draft) -> Choice:
 
 
 def choose_engine_args(draft: Draft, section: str) -> Choice | None:
-    if draft.get(section, "name") != "vllm":
+    if not draft.find_engine().serves:
         return None
     context = choose_context(draft)
     if draft.facts.is_demo:
@@ -90,11 +91,11 @@ def choose_engine_args(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_colocation(draft: Draft, section: str) -> Choice | None:
-    is_own_server = draft.get(section, "name") == "vllm" and not draft.get(section, "pull")
+    is_loading = read_kind(draft.get(section, "weights")) == "load"
     is_single = draft.get_count(section, "replicas") == 1
     # Whoever asks for one of these wants both to run at once.
     is_divided = draft.get("loop", "asynchronous") or draft.get_count("loop", "iterations_per_pod")
-    if draft.machine.has_shared_gpu and is_own_server and is_single and not is_divided:
+    if draft.machine.has_shared_gpu and is_loading and is_single and not is_divided:
         return Choice(True, "trainer and vLLM share the one GPU here")
     return None
 
@@ -214,7 +215,7 @@ def find_activation_budget(draft: Draft, section: str, shape: Model) -> float:
         return max(memory / 16, (0.9 * memory - shard) / 2)
     if machine.memory is None:
         return UNKNOWN_BUDGET
-    is_served = draft.get("engine", "name") == "vllm"
+    is_served = draft.find_engine().serves
     server = SERVER_BYTES + shape.parameters * 2 if is_served else 0
     free = machine.memory - states - server - LOGITS * 8
     return max(machine.memory / 64, min(machine.memory / 4, 0.8 * free))

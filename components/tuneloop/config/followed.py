@@ -8,14 +8,21 @@ demo's."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from tuneloop.config.machine import Machine
 from tuneloop.config.model_facts import ModelFacts
+from tuneloop.config.sections import (
+    PLUGIN,
+    find_section,
+    list_classes,
+    list_variants,
+    read_kind,
+)
 from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.inference.capabilities import Capabilities, find_capabilities
 
 SECTION_SUFFIX = "_settings"
 """Ends the name of a section's class, after the name of its stage (`Component.settings`)."""
@@ -64,7 +71,7 @@ class Draft:
         return [
             name
             for name, info in self.config.model_fields.items()
-            if getattr(find_section_class(info), "__name__", "") == f"{stage}{SECTION_SUFFIX}"
+            if any(each.__name__ == f"{stage}{SECTION_SUFFIX}" for each in list_classes(info))
             and not self.is_left_out(name)
         ]
 
@@ -79,11 +86,34 @@ class Draft:
         values = self.values.get(section)
         return isinstance(values, Mapping) and name in values
 
+    def find_class(self, section: str) -> type[BaseModel] | None:
+        """Return the class of a section; of several the one of the kind that is set, or the
+        default."""
+        info = self.config.model_fields.get(section)
+        if info is None:
+            return None
+        variants = list_variants(info)
+        if not variants:
+            return find_section(info)
+        return variants.get(self.find_kind(section)) or variants.get(PLUGIN)
+
+    def find_kind(self, section: str) -> str:
+        """Return the kind of a section that is one of several classes; empty for any other."""
+        info = self.config.model_fields.get(section)
+        default = read_kind(info.get_default(call_default_factory=True)) if info else ""
+        return read_kind(self.values.get(section), default)
+
+    def find_engine(self) -> Capabilities:
+        """Return what the engine can do that is set, or the default; for a pipeline without one
+        what transformers can."""
+        return find_capabilities(self.find_kind("engine"))
+
     def read_default(self, section: str, name: str) -> Any:
         """Return the default that a section's class declares; None where it has no such field."""
-        info = self.config.model_fields.get(section)
-        fields = getattr(find_section_class(info), "model_fields", {}) if info else {}
-        return fields[name].get_default(call_default_factory=True) if name in fields else None
+        section_class = self.find_class(section)
+        if section_class is None or name not in section_class.model_fields:
+            return None
+        return section_class.model_fields[name].get_default(call_default_factory=True)
 
     def get(self, section: str, name: str) -> Any:
         """Return a field of a section: as set, else as chosen, else its default."""
@@ -101,8 +131,8 @@ class Draft:
 
     def has_field(self, section: str, name: str) -> bool:
         """Return whether a section has a field."""
-        info = self.config.model_fields.get(section)
-        return info is not None and name in getattr(find_section_class(info), "model_fields", {})
+        section_class = self.find_class(section)
+        return section_class is not None and name in section_class.model_fields
 
     def get_engine_args(self) -> JsonMapping:
         """Return the engine's own arguments as set or chosen; empty where there are none."""
@@ -111,12 +141,6 @@ class Draft:
         if followed := self.chosen.get(ENGINE_CONTEXT):
             args["max_model_len"] = followed.value
         return args
-
-
-def find_section_class(field_info: FieldInfo) -> Any:
-    """Return the class of a section; of one that may be left out (``X | None``) it is X."""
-    classes = [part for part in get_args(field_info.annotation) if part is not type(None)]
-    return classes[0] if classes else field_info.annotation
 
 
 @dataclass(frozen=True)

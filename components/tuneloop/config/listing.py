@@ -1,12 +1,13 @@
 """The settings of a pipeline, one after another, as people read them."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+from tuneloop.config.sections import KIND, find_section, list_variants, read_kind
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,14 @@ class Setting:
 
 
 def list_settings(config: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
-    """Yield the settings of a configuration class in their order, those of sections among them."""
+    """Yield the settings of a configuration class in their order, those of sections among them. A
+    setting that several kinds of a section have comes once."""
     for name, info in config.model_fields.items():
         key = f"{prefix}{name}"
+        variants = list_variants(info)
+        if variants:
+            yield from list_variant_settings(info, variants, f"{key}.")
+            continue
         section = find_section(info)
         if section is None:
             yield Setting(key, format_default(info), info.description or "")
@@ -31,13 +37,29 @@ def list_settings(config: type[BaseModel], prefix: str = "") -> Iterator[Setting
         yield from list_settings(section, f"{key}.")
 
 
-def find_section(info: FieldInfo) -> type[BaseModel] | None:
-    """Return the class of a field that is a section, perhaps one that may be left out; else
-    None."""
-    kinds: tuple[Any, ...] = get_args(info.annotation) or (info.annotation,)
-    sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-    scalars = [kind for kind in kinds if kind is not type(None) and kind not in sections]
-    return sections[0] if sections and not scalars else None
+def list_variant_settings(
+    info: FieldInfo, variants: Mapping[str, type[BaseModel]], prefix: str
+) -> Iterator[Setting]:
+    """Yield the settings of a section that is one of several classes: its kind, then those of the
+    classes, with the kinds that have them where not all have."""
+    default = info.get_default(call_default_factory=True)
+    meanings = [
+        f"{kind}: {section.model_fields[KIND].description}" for kind, section in variants.items()
+    ]
+    yield Setting(f"{prefix}{KIND}", read_kind(default), "; ".join(meanings))
+    settings: dict[str, Setting] = {}
+    kinds_by_key: dict[str, list[str]] = {}
+    for kind, section in variants.items():
+        for setting in list_settings(section, prefix):
+            settings.setdefault(setting.key, setting)
+            kinds_by_key.setdefault(setting.key, []).append(kind)
+    for key, kinds in kinds_by_key.items():
+        if key == f"{prefix}{KIND}":
+            continue
+        setting = settings[key]
+        is_common = len(kinds) == len(variants)
+        meaning = setting.meaning if is_common else f"{', '.join(kinds)}: {setting.meaning}"
+        yield Setting(key, setting.default, meaning)
 
 
 def format_default(info: FieldInfo) -> str:

@@ -8,16 +8,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from tuneloop.config.followed import Followed, merge_followed
 from tuneloop.config.machine import Machine
+from tuneloop.config.refusals import explain_refusal
 from tuneloop.config.rules import follow_model, list_doubts, list_unknowns
-from tuneloop.core.component import convert_validation_error
-from tuneloop.core.errors import UserError, suggest_name
+from tuneloop.config.sections import expand_texts
+from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 
 
@@ -63,60 +64,27 @@ class Pipeline:
     def read_values(self, file: Path | None = None, sets: Iterable[str] = ()) -> JsonObject:
         """Read what the user sets: `file`, then `sets`. Raises UserError at an unreadable file or value."""
         values = _read(file) if file else {}
-        _expand_data(values)
+        self._expand(values)
         for item in sets:
             _set(values, item)
-            _expand_data(values)
+            self._expand(values)
         return values
+
+    def _expand(self, values: JsonObject) -> None:
+        """Write out the texts in `values` that stand for a section."""
+        _expand_data(values)
+        expand_texts(self.Config, values)
 
     def validate(self, values: JsonObject) -> BaseModel:
         """Return `values` as a configuration."""
         try:
             return self.Config(**values)
         except ValidationError as error:
-            raise self._explain(error) from None
+            raise explain_refusal(self.Config, error) from None
 
     def build(self, config: BaseModel) -> JsonObject:
         """Build the Argo Workflow of `config`, as the mapping that its YAML holds."""
         return self.module.build_argo(config).to_dict()
-
-    def _explain(self, error: ValidationError) -> UserError:
-        first = error.errors()[0]
-        if first["type"] not in ("extra_forbidden", "string_pattern_mismatch"):
-            return convert_validation_error(error)
-        *section, key = map(str, first["loc"])
-        if first["type"] == "string_pattern_mismatch":
-            field = getattr(self._section(section), "model_fields", {}).get(
-                key
-            )  # in a list, there is none
-            if field is None or not field.description:
-                return convert_validation_error(error)
-            return UserError(
-                ".".join((*section, key)),
-                first["input"],
-                f"is not valid; expected: {field.description}",
-            )
-        known = list(self._section(section).model_fields)
-        keys = find_keys(self.Config, key)
-        remedy = f"did you mean {' or '.join(keys)}?" if keys else suggest_name(key, known)
-        return UserError(".".join((*section, key)), first["input"], f"unknown key; {remedy}")
-
-    def _section(self, names: list[str]) -> type[BaseModel]:
-        """Return the model of a section of the configuration."""
-        model: Any = self.Config
-        for name in (name for name in names if not name.isdigit()):  # that is a place in a list
-            kind = model.model_fields[name].annotation  # perhaps `Section | None`
-            model = next((part for part in get_args(kind) if hasattr(part, "model_fields")), kind)
-        return model  # type: ignore[no-any-return]
-
-
-def find_keys(model: type[BaseModel], key: str, above: str = "") -> list[str]:
-    """Find the sections of a configuration that have a key of this name; return the whole keys."""
-    found = [f"{above}{key}"] if key in model.model_fields else []
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += find_keys(field.annotation, key, f"{above}{name}.")
-    return found
 
 
 def dump_workflow(workflow: JsonObject) -> str:

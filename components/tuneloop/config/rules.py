@@ -141,7 +141,7 @@ def _limit_context(draft: Draft) -> None:
     if draft.facts.is_demo or not draft.is_set("engine", "args"):
         return
     args = draft.get("engine", "args")
-    if draft.get("engine", "name") != "vllm" or not isinstance(args, Mapping):
+    if not draft.find_engine().serves or not isinstance(args, Mapping):
         return
     if "max_model_len" not in args:
         context = choose_context(draft)

@@ -100,20 +100,20 @@ def build_steps(
         loop.check_specs(specs)
         refused = {
             "loop.asynchronous": config.loop.asynchronous,
-            "engine.colocate": config.engine.colocate,
+            "deploy": getattr(config, "deploy", None),
         }
-        refused |= {
-            "engine.asleep": config.engine.asleep,
-            "engine.snapshot": config.engine.snapshot,
-        }
-        refused["deploy"] = getattr(config, "deploy", None)
-        refused["engine.replicas"] = config.engine.replicas if config.engine.replicas > 1 else False
+        server = config.engine.server
+        if server:
+            refused["engine.colocate"] = server.colocate
+            refused["engine.asleep"] = server.asleep
+            refused["engine.snapshot"] = server.snapshot
+            refused["engine.replicas"] = server.replicas if server.replicas > 1 else False
         for name, chosen in refused.items():
             if chosen:
                 raise UserError(
                     name, chosen, "is built for Argo and for one machine: leave it out here"
                 )
-        engine = {"endpoint": config.engine.rollout_endpoint_url}
+        engine = {"endpoint": config.engine.endpoint_url or None}
     passed = ["seed", *(["iteration"] if loop else []), *config.published("")]
     kinds = {"run": str, "store": str, "report": Output[HTML], "rewards": Output[Metrics]}
     about = {"run": "name of the run", "store": "URL of the store"}
@@ -283,16 +283,21 @@ def iterations_step(
         loop, specs, {}, ["seed", *config.published("")], settings.evaluate_every
     )
     roles = list_roles(loop, specs, settings.evaluate_every)
-    served = engine.name == "vllm"
-    server: JsonObject = {
-        "port": engine.port,
-        "engine_args": engine.options,
-        "pull": engine.pull,
-    }
-    role, cluster = config.cluster.merge_roles(roles, served)
-    if served and (own := config.cluster.sampler.gpus):  # the pod's last GPUs; ranks use the first
-        total = cluster.count_gpus(role)
-        server["devices"] = ",".join(map(str, range(total - own, total)))
+    role, cluster = config.cluster.merge_roles(roles, engine.server is not None)
+    server_flags: list[str] = []
+    if engine.server:
+        server: JsonObject = {
+            "port": engine.server.port,
+            "engine_args": engine.options,
+            "pull": engine.publication is not None,
+        }
+        server_gpus = config.cluster.sampler.gpus
+        if server_gpus:
+            # The server gets the last GPUs of the pod; the trainer's ranks use the first.
+            total = cluster.count_gpus(role)
+            server["devices"] = ",".join(map(str, range(total - server_gpus, total)))
+        server_flags = ["--server", json.dumps(server, separators=(",", ":"))]
+    publication = engine.publication
     flags = [
         "--loop",
         described.model_dump_json(exclude_defaults=True),
@@ -303,9 +308,9 @@ def iterations_step(
         "--api",
         config.kfp.api,
         "--endpoint",
-        engine.rollout_endpoint_url or "",
-        *(("--weights", engine.weights) if engine.weights else ()),
-        *(("--server", json.dumps(server, separators=(",", ":"))) if engine.name == "vllm" else ()),
+        engine.endpoint_url,
+        *(("--weights", publication.url) if publication and publication.url else ()),
+        *server_flags,
     ]
     taken = {wire: name for step in loop.steps for name, wire in step.wires.items()}
     types = {

@@ -304,7 +304,7 @@ def check_devices(subject: Subject) -> Iterator[Limit]:
     if not args.get("enable_sleep_mode") and not limited:
         remedy = (
             "trainer and vLLM would both take the one GPU here: set it to true, or limit "
-            "engine.args.gpu_memory_utilization, or use engine.name=transformers"
+            "engine.args.gpu_memory_utilization, or use engine=transformers"
         )
         yield Limit(UserError("engine.colocate", False, remedy))
 

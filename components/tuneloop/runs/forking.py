@@ -153,7 +153,9 @@ def record_fork(
     store.put(FORK, data)
     published = settings.published(store.url) if isinstance(settings, PipelineConfig) else {}
     if published:
-        _publish_policy(published["weights"], references["policy"], settings.engine.encoding)
+        _publish_policy(
+            published["weights"], references["policy"], settings.engine.publication.encoding
+        )
 
 
 def _publish_policy(url: str, reference: str, encoding: Encoding | None) -> None:

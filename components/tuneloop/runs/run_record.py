@@ -135,7 +135,8 @@ class Run(CommittedArtifacts):
         """Where the run publishes its weight versions, if it does."""
         engine = self.record.config.get("engine") if self.record else None
         weights = engine.get("weights") if isinstance(engine, dict) else None
-        return str(weights or f"{self.url}/weights")
+        url = weights.get("url") if isinstance(weights, dict) else None
+        return str(url or f"{self.url}/weights")
 
     @functools.cached_property
     def origin(self) -> dict[str, Any] | None:

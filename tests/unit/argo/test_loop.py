@@ -121,7 +121,7 @@ def test_a_task_depends_on_those_whose_outputs_it_takes_and_on_no_other() -> Non
 
 
 def test_a_published_version_has_the_same_address_in_every_template() -> None:
-    grpo, sets = find_pipeline("grpo"), ["engine.pull=true", "loop.iterations_per_pod=0"]
+    grpo, sets = find_pipeline("grpo"), ["engine.weights.kind=pull", "loop.iterations_per_pod=0"]
     templates = {t["name"]: t for t in grpo.build(grpo.configure(sets=sets))["spec"]["templates"]}
     for name in ("base-model", "policy-update", "serve"):
         words = templates[name]["container"]["args"]
@@ -132,7 +132,7 @@ def test_a_published_version_has_the_same_address_in_every_template() -> None:
 
 def test_each_replica_is_a_task_of_its_own_and_all_of_them_are_the_endpoint() -> None:
     grpo = find_pipeline("grpo")
-    made = grpo.build(grpo.configure(sets=["engine.replicas=3", "engine.pull=true"]))
+    made = grpo.build(grpo.configure(sets=["engine.replicas=3", "engine.weights.kind=pull"]))
     assert not lint_workflow(made)
     templates = {t["name"]: t for t in made["spec"]["templates"]}
     assert templates["serve"]["inputs"] == {"parameters": [{"name": "replica"}]}

@@ -51,7 +51,7 @@ def test_known_needs_are_request_and_limit_and_a_guess_limits_nothing() -> None:
         found["policy-update"][0] == found["policy-update"][1]
     )  # lengths are limited by vLLM's max_model_len
     assert found["data-prep"] == found["reward"] == (2.0, None)
-    alone = memory("engine.name=transformers")
+    alone = memory("engine.kind=transformers")
     assert alone["policy-update"] == (2.0, None), (
         "of sequences without a limit only a part is known"
     )

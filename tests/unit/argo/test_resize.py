@@ -80,11 +80,16 @@ def test_no_server_requests_more_asleep_than_awake() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", ["engine.colocate=false", "engine.name=transformers", "engine.asleep={gpu: 1}"]
+    "sets",
+    [
+        ["engine.colocate=false"],
+        ["engine=transformers", ASLEEP],
+        ["engine.colocate=true", "engine.asleep={gpu: 1}"],
+    ],
 )
-def test_what_never_sleeps_is_refused(asked: str) -> None:
+def test_what_never_sleeps_is_refused(sets: list[str]) -> None:
     with pytest.raises(UserError, match=r"asleep"):
-        render(ASLEEP, *(["engine.colocate=false"] if "name" in asked else []), asked)
+        find_pipeline("grpo").configure(sets=[ASLEEP, *sets])
 
 
 @contextmanager

@@ -229,12 +229,12 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
             "data.source_args.streaming: 'x': Input should be a valid boolean",
         ),
         (
-            ["plan", "grpo", "--set", "engine.name=nope"],
-            "engine.name: 'nope': unknown; known: endpoint",
+            ["plan", "grpo", "--set", "engine.kind=nope"],
+            "engine.kind: 'nope': unknown; known: endpoint, transformers, vllm, or a dotted path",
         ),
         (
             ["plan", "grpo", "--set", "engine.rollout_endpoint_url=x"],
-            "engine: {'rollout_endpoint_url': 'x'}: name endpoint",
+            "engine.rollout_endpoint_url: 'x': is a setting of kind endpoint, not of vllm",
         ),
         (
             ["plan", "grpo", "--set", "loop.iterations_per_pod=7"],
@@ -252,7 +252,14 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
             "loop.asynchronous: True: overlaps stages",
         ),
         (
-            ["plan", "grpo", "--set", "engine.pull=true", "--set", "loop.asynchronous=true"],
+            [
+                "plan",
+                "grpo",
+                "--set",
+                "engine.weights.kind=pull",
+                "--set",
+                "loop.asynchronous=true",
+            ],
             "loop.asynchronous: True: samples with the version before the newest",
         ),
         (
@@ -300,11 +307,11 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
         ),
         (
             ["render", "grpo", "--servers", "rollout"],
-            "need engine.name=vllm, engine.pull=true and engine.weights=URL",
+            "need engine=vllm, engine.weights=pull and engine.weights.url=URL",
         ),
         (
             ["render", "sft", "--servers", "rollout"],
-            "need engine.name=vllm, engine.pull=true and engine.weights=URL",
+            "need engine=vllm, engine.weights=pull and engine.weights.url=URL",
         ),
         (["fleet", "autoscale", "http://a:8000", "--max", "2"], "must be service://name.namespace"),
         (
@@ -312,8 +319,15 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
             "is built for Argo and for one machine",
         ),
         (
-            ["render", "grpo", "--set", "engine.colocate=true", "--set", "engine.pull=true"],
-            "colocate needs the run's own",
+            [
+                "render",
+                "grpo",
+                "--set",
+                "engine.colocate=true",
+                "--set",
+                "engine.weights.kind=pull",
+            ],
+            "colocate needs a server that loads checkpoints",
         ),
         (
             ["plan", "grpo", "--set", "engine.colocate=true", "--set", "loop.asynchronous=true"],
@@ -439,9 +453,9 @@ def test_vllm_is_looked_for_before_it_is_needed(
         importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a)
     )
     workflow = toy.build_argo(toy.Config()).to_dict()
-    with pytest.raises(UserError, match=r"engine\.name: 'vllm': vLLM is not installed"):
-        checks.check_local_run({"engine": {"name": "vllm"}}, workflow, str(tmp_path))
-    checks.check_local_run({"engine": {"name": "transformers"}}, workflow, str(tmp_path))
+    with pytest.raises(UserError, match=r"engine\.kind: 'vllm': vLLM is not installed"):
+        checks.check_local_run({"engine": {"kind": "vllm"}}, workflow, str(tmp_path))
+    checks.check_local_run({"engine": {"kind": "transformers"}}, workflow, str(tmp_path))
 
 
 def test_the_demo_takes_the_engine_that_is_there(
@@ -468,9 +482,9 @@ def test_the_demo_takes_the_engine_that_is_there(
     refused(without, "nonsense: 1: unknown key")
     lacking()
     assert call(*ends).out.startswith(
-        "demo: engine vllm, as vLLM is installed here; without it: --set engine.name="
+        "demo: engine vllm, as vLLM is installed here; without it: --set engine="
     )
-    assert call(*ends, "--set", "engine.name=transformers").out == ""
+    assert call(*ends, "--set", "engine.kind=transformers").out == ""
     lacking("torch")
     refused(call(*ends), "demo: 'torch': is not installed; pip install 'tuneloop[train]'")
 

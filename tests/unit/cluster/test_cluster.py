@@ -168,7 +168,13 @@ def test_no_run_begins_where_its_token_may_not_be_made() -> None:
 
 def test_addresses_and_processes_of_a_run_may_change() -> None:
     def of_fleet(fleet: str, *settings: str) -> dict[str, Any]:
-        return prepared("grpo", "engine.name=endpoint", f"engine.fleet={fleet}", *settings)
+        return prepared(
+            "grpo",
+            "engine.kind=endpoint",
+            "engine.weights=refit",
+            f"engine.weights.fleet={fleet}",
+            *settings,
+        )
 
     live = {**of_fleet("http://a:1", "nodes=2"), "status": {"phase": "Succeeded"}}
     assert (

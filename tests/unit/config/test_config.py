@@ -59,14 +59,12 @@ def test_set_overrides_the_file_which_overrides_defaults(small: Pipeline, tmp_pa
 
 
 def test_a_run_says_how_its_chain_begins() -> None:
-    grpo, pulled = (
-        loading.find_pipeline("grpo"),
-        ["engine.name=endpoint", "engine.rollout_endpoint_url=http://a:1"],
-    )
-    pulled += ["engine.pull=true", "loop.iterations_per_pod=0"]
+    grpo = loading.find_pipeline("grpo")
+    pulled = ["engine=endpoint", "engine.rollout_endpoint_url=http://a:1"]
+    pulled += ["engine.weights=pull", "loop.iterations_per_pod=0"]
     for sets, encoding, published in (
         ([], "gap8-xor", "true"),
-        (["engine.encoding=xor", "engine.fleet_has_base=true"], "xor", "false"),
+        (["engine.weights.encoding=xor", "engine.weights.fleet_has_base=true"], "xor", "false"),
     ):
         templates = grpo.build(grpo.configure(None, [*pulled, *sets]))["spec"]["templates"]
         (flags,) = (each["container"]["args"] for each in templates if each["name"] == "base-model")
@@ -74,12 +72,6 @@ def test_a_run_says_how_its_chain_begins() -> None:
             flags[flags.index(name) + 1] for name in ("--weight-encoding", "--publish-weights")
         ]
         assert begins == [encoding, published]
-    assert "set name endpoint, and pull" in str(
-        refusal(grpo, None, "engine.pull=true", "engine.fleet_has_base=true")
-    )
-    assert "apply to published versions: set pull" in str(
-        refusal(grpo, None, "engine.encoding=xor")
-    )
 
 
 def test_a_dumped_configuration_reads_back_as_itself(small: Pipeline) -> None:
@@ -263,3 +255,56 @@ def test_a_text_for_the_section_data_is_its_source(
     file.write_text("data: chats.jsonl\n")
     config = pipeline.configure(file, ["data.train=3"])
     assert (config.data.source, config.data.train) == ("chats.jsonl", 3)
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["engine=nope"], "engine.kind: 'nope': unknown; known: endpoint, transformers, vllm, or"),
+        (
+            ["engine=transformers", "engine.port=1"],
+            "engine.port: 1: is a setting of kind vllm, not of transformers, which has args",
+        ),
+        (
+            ["engine.fleet_has_base=true"],
+            "engine.fleet_has_base: True: is now engine.weights.fleet_has_base",
+        ),
+        (["engine.name=vllm"], "engine.name: 'vllm': is now engine.kind"),
+        (["engine.pull=true"], "engine.pull: True: is now engine.weights: --set engine.weights=pu"),
+        (["engine.weights=s3://a/b"], "engine.weights.kind: 's3://a/b': is a kind, load or pull;"),
+        (["engine.weights=refit"], "engine.weights.kind: 'refit': unknown; known: load, pull"),
+        (
+            ["engine.weights.encoding=xor"],
+            "engine.weights.encoding: 'xor': is a setting of kind pull, not of load, which has no "
+            "settings",
+        ),
+        (["engine.weights=pull", "engine.weights.encoding=x"], "engine.weights.encoding: 'x': Inp"),
+        (
+            ["engine.weights=pull", "engine.weights.fleet_has_base=true"],
+            "engine.weights.fleet_has_base: True: is a setting of kind endpoint, not of vllm, whi",
+        ),
+        (["engine=endpoint"], "endpoint needs the address of its servers"),
+        (["engine=endpoint", "engine.weights=refit"], "engine.weights.fleet: None: is required"),
+        (
+            ["engine=endpoint", "engine.weights.fleet=http://a:1"],
+            "engine.weights.fleet: 'http://a:1': is a setting of kind refit, not of pull",
+        ),
+        (["engine=7"], "engine: 7: is a section: write its keys"),
+        (["engine.args=7"], "engine.args: 7: Input should be a valid dictionary"),
+        (["engine=my.module:open_it", "engine.replicas=2"], "not of a plugin, which has args, wei"),
+    ],
+)
+def test_an_engine_has_the_keys_of_its_kind_alone(sets: list[str], message: str) -> None:
+    assert message in str(refusal(loading.find_pipeline("grpo"), None, *sets))
+
+
+def test_a_text_for_a_section_of_several_kinds_is_its_kind(tmp_path: Path) -> None:
+    grpo = loading.find_pipeline("grpo")
+    assert grpo.configure(sets=["engine=transformers"]) == grpo.Config(engine="transformers")
+    file = tmp_path / "c.yaml"
+    file.write_text("engine: vllm\n")
+    config: Any = grpo.configure(file, ["engine.weights=pull", "engine.weights.url=s3://a/b"])
+    assert config.engine.publication.url == "s3://a/b" and config.engine.server.replicas == 1
+    assert grpo.validate(config.model_dump(mode="json")) == config
+    plugin: Any = grpo.configure(sets=["engine=my.module:open_it", "engine.args.x=1"])
+    assert plugin.engine.kind == "my.module:open_it" and plugin.engine.options == {"x": 1}

@@ -183,7 +183,7 @@ def test_arguments_of_the_engine_keep_a_context_that_fits(smollm2: Path) -> None
     assert settings.engine.args == {"gpu_memory_utilization": 0.5, "max_model_len": 2048}
     own = follow("grpo", PODS, base, "engine.args.max_model_len=4096")
     assert not [setting for setting in own if setting.startswith("engine.")]
-    assert "engine.args" not in follow("grpo", PODS, base, "engine.name=transformers")
+    assert "engine.args" not in follow("grpo", PODS, base, "engine.kind=transformers")
 
 
 def test_completions_are_at_most_half_of_a_short_context(llama_8b: Path) -> None:

@@ -34,16 +34,16 @@ def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
     ("sets", "field", "says"),
     [
         (
-            ("engine.name=transformers", "engine.args.seed=1"),
+            ("engine.kind=transformers", "engine.args.seed=1"),
             "engine.args.seed",
             "takes dtype, max_model_len",
         ),
         (("engine.args.seed=1",), "engine.args.seed", "is set by tuneloop"),
         (
             (
-                "engine.name=endpoint",
+                "engine.kind=endpoint",
                 "engine.rollout_endpoint_url=http://a",
-                "engine.pull=true",
+                "engine.weights.kind=pull",
                 "engine.args.hok=a:b",
             ),
             "engine.args.hok",
@@ -55,7 +55,11 @@ def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
             "takes seconds, memory_mb, output_kb",
         ),
         (("engine.args.deterministic=1",), "engine.args.deterministic", "must be true or false"),
-        (("engine.deterministic=true", "engine.name=transformers"), "engine", "set name vllm"),
+        (
+            ("engine.deterministic=true", "engine.kind=transformers"),
+            "engine.deterministic",
+            "is a setting of kind vllm, not of transformers",
+        ),
         (("engine.deterministic=true", "engine.replicas=2"), "engine", "replicas that are up"),
         (("engine.args.deterministic=true", "engine.replicas=2"), "engine", "replicas that are up"),
         (

@@ -27,15 +27,15 @@ from tuneloop.workflow.settings import QUEUE_LABEL, AcceleratorResources, Cluste
 LOOPS, OTHERS = ("grpo", "sft_then_grpo"), ("sft", "dpo")
 PARALLEL = "engine.args.tensor_parallel_size=3"
 ENGINES = {
-    "vllm": ("engine.name=vllm", PARALLEL),
-    "pull": ("engine.name=vllm", "engine.pull=true", PARALLEL),
-    "transformers": ("engine.name=transformers",),
+    "vllm": ("engine.kind=vllm", PARALLEL),
+    "pull": ("engine.kind=vllm", "engine.weights.kind=pull", PARALLEL),
+    "transformers": ("engine.kind=transformers",),
     "endpoint": (
-        "engine.name=endpoint",
+        "engine.kind=endpoint",
         "engine.rollout_endpoint_url=http://h:1",
-        "engine.pull=true",
+        "engine.weights.kind=pull",
     ),
-    "fleet": ("engine.name=endpoint", "engine.fleet=http://h:1"),
+    "fleet": ("engine.kind=endpoint", "engine.weights=refit", "engine.weights.fleet=http://h:1"),
 }
 CLAIM = ("cluster.share.group=g", "cluster.share.device_class=gpu.example.com")
 OPTIONS = {
@@ -175,12 +175,12 @@ def test_accelerators_are_where_the_work_is_on_argo(
         (["cluster.sampler.gpus=4", "engine.args.tensor_parallel_size=2"], r"\(2 × 1\)"),
         (["cluster.sampler.gpus=1", "engine.args.tensor_parallel_size=x"], r"\(x × 1\)"),
         (
-            ["engine.replicas=2", "engine.name=transformers"],
-            "replicas are vLLM servers with devices of their own",
+            ["engine.replicas=2", "engine.kind=transformers"],
+            "engine.replicas: 2: is a setting of kind vllm, not of transformers, which has args",
         ),
         (
             ["engine.replicas=2", "engine.colocate=true"],
-            "replicas are vLLM servers with devices of their own",
+            "replicas are servers with devices of their own",
         ),
     ],
 )

@@ -470,7 +470,7 @@ def test_who_looks_whether_a_run_is_alive_keeps_no_executor_off(tmp_path: Path) 
 def test_a_server_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
     """It takes orders from whoever reaches it."""
     pipeline = find_pipeline("grpo")
-    made = pipeline.build(pipeline.configure(None, ["engine.name=vllm"]))
+    made = pipeline.build(pipeline.configure(None, ["engine.kind=vllm"]))
     template = next(t for t in made["spec"]["templates"] if t.get("daemon"))
     serve = template["container"]
     said = shell("said", "printf '%s ' \"$@\" > /tmp/out/said", outputs=("said",))

@@ -18,7 +18,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.local.iterations import RECORDS
 from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall, expand_pod, find_pod
 
-COARSE = ["engine.name=transformers", "loop.iterations_per_pod=10"]
+COARSE = ["engine.kind=transformers", "loop.iterations_per_pod=10"]
 
 
 @pytest.fixture(scope="module")

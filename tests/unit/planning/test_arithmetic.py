@@ -228,7 +228,7 @@ def test_a_model_with_experts_is_not_estimated(
 def test_hours_and_cost_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     """A server has the accelerator, and the evaluations that ask it are one after another."""
     sets = [
-        "engine.name=vllm",
+        "engine.kind=vllm",
         "cluster.trainer.gpus=1",
         "cluster.sampler.gpus=1",
         "update.dtype=bfloat16",

@@ -56,7 +56,7 @@ def test_every_replica_of_a_server_costs_from_the_first_pod_to_the_last(
     ]
     found = find_pipeline("grpo")
     built = found.build(
-        found.configure(None, ["engine.name=vllm", f"engine.replicas={replicas}", *sets])
+        found.configure(None, ["engine.kind=vllm", f"engine.replicas={replicas}", *sets])
     )
     hours, _, cost = estimate_cost(
         built, read_seconds(Run.open("r", str(tmp_path))), "at most", "as r took", None

@@ -193,7 +193,7 @@ def test_one_gpu_for_trainer_and_server(smollm2: Path) -> None:
     assert line.startswith("engine.colocate: False: trainer and vLLM would both take the one GPU")
     smaller = "engine.args.gpu_memory_utilization=0.4"
     assert limits("grpo", ONE_GPU, base, "engine.colocate=false", smaller) == []
-    transformers = "engine.name=transformers"
+    transformers = "engine.kind=transformers"
     assert limits("grpo", ONE_GPU, base, transformers) == []
 
 

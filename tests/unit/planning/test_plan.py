@@ -234,7 +234,7 @@ def test_the_overlapped_loop_samples_as_many_batches_as_it_trains_on() -> None:
     pipeline = find_pipeline("grpo")
     sets = [
         "loop.asynchronous=true",
-        "engine.name=transformers",
+        "engine.kind=transformers",
         "loop.iterations=7",
         "loop.per_workflow=3",
     ]

@@ -176,7 +176,7 @@ def test_retention_leaves_what_a_fork_begins_from(tmp_path: Path) -> None:
 
 FORMS = {
     "pods": [],
-    "stages": ["engine.name=transformers", "loop.iterations_per_pod=0"],
+    "stages": ["engine.kind=transformers", "loop.iterations_per_pod=0"],
     "asynchronous": ["loop.asynchronous=true"],
     "replicas": ["engine.replicas=2"],
 }
@@ -292,7 +292,7 @@ def test_a_fork_whose_server_pulls_finds_its_first_version_published(tmp_path: P
     tiny_model(draft.path / "model")
     draft.commit(**about)
     found, run = find_pipeline("grpo"), Run("x", str(tmp_path))
-    settings = found.configure(sets=["engine.pull=true"])
+    settings = found.configure(sets=["engine.weights.kind=pull"])
     record_fork("y", begin_workflow(found, settings, run, 2), run, settings)
     published = list_versions(f"{tmp_path}/y/weights")
     assert [(each.version, each.latest) for each in published] == [(2, True)]

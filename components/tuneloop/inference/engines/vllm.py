@@ -21,6 +21,7 @@ from typing import Any
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.capabilities import Capabilities
 from tuneloop.inference.engines import Done, Engine, EngineReport, Sampling, TensorProof
