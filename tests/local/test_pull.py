@@ -436,8 +436,6 @@ def test_loop_over_a_fleet_that_pulls(tmp_path: Path) -> None:
             "engine.kind": "endpoint",
             "engine.rollout_endpoint_url": urls,
             "engine.weights.kind": "pull",
-        }
-        settings |= {
             "loop.iterations": 3,
             "engine.args": '{"max_retries": 300, "partial_rollout": true}',
         }

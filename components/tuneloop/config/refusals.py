@@ -3,7 +3,7 @@ possible."""
 
 from pydantic import BaseModel, ValidationError
 
-from tuneloop.config.sections import KIND, PLUGIN, ChosenKind, Location, find_keys, locate
+from tuneloop.config.sections import KIND, PLUGIN, ChosenKind, Location, find_keys, locate_setting
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError, suggest_name
 
@@ -21,7 +21,7 @@ def explain_refusal(config: type[BaseModel], error: ValidationError) -> UserErro
     """Explain the first problem of a configuration by its own keys, without the classes that
     pydantic names beside them."""
     first = error.errors()[0]
-    location = locate(config, first["loc"])
+    location = locate_setting(config, first["loc"])
     if first["type"] == "union_tag_invalid":
         # Its location is the section, and its value the whole of it.
         context = first["ctx"]

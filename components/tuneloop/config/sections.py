@@ -146,7 +146,7 @@ class Location:
         return ".".join(self.keys)
 
 
-def locate(config: type[BaseModel], parts: Iterable[str | int]) -> Location:
+def locate_setting(config: type[BaseModel], parts: Iterable[str | int]) -> Location:
     """Find the setting that an error of pydantic is about. Its `loc` names, beside keys, the class
     that was chosen where a section is one of several."""
     keys: list[str] = []
