@@ -3,20 +3,19 @@ checked."""
 
 import functools
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Annotated, Any, Protocol
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import AfterValidator, Field
 
 from tuneloop.core import plugins
-from tuneloop.core.component import UNTRACKED, Results, Stage, component
+from tuneloop.core.component import UNTRACKED, Options, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.data import Splits
 from tuneloop.data.budgets import Budget, Policy
+from tuneloop.data.preparation import Tally, check_rewards, check_sizes, log_counts, report_rows
 from tuneloop.data.requirements import check_required
 from tuneloop.data.sizes import SPLITS, Size, Split, choose_sizes, count_wanted
 from tuneloop.data.sources import (
@@ -30,9 +29,8 @@ from tuneloop.data.sources import (
     find_source_of,
     load_source,
 )
-from tuneloop.data.splitting import Counts, Form, Router
+from tuneloop.data.splitting import Form, Router
 from tuneloop.data.tables import (
-    DEFAULT_REWARDS,
     Examine,
     Preparation,
     RowBuilder,
@@ -48,17 +46,95 @@ from tuneloop.formats.conversations import History
 from tuneloop.formats.too_long import TooLong
 from tuneloop.rewards.scoring import parse_spec
 
-SHOWN_ORDER: tuple[Split, ...] = (
-    "train",
-    "eval",
-    "sft",
-    "sft_eval",
-    "preference",
-    "preference_eval",
-)
 
+class DataOptions(Options):
+    """What is read, how many rows go where, and what becomes of those that cannot be used."""
 
-Rows = Annotated[int | None, Field(ge=0)]
+    source: Annotated[str, AfterValidator(check_source)] = Field(
+        "digits",
+        description="a file, a glob, a folder, a data set of the hub; or digits, functions, "
+        "reasoning_gym, or a dotted path",
+    )
+    layout: Annotated[str | None, AfterValidator(check_layout)] = Field(
+        None, description="of a file: what its columns are (docs/data.md); default: recognised"
+    )
+    columns: Annotated[dict[str, Any], AfterValidator(check_columns)] = Field(
+        {}, description="of a file: prompt, answer, completion, … → column, or path in a column"
+    )
+    mixture: Annotated[list[dict[str, Any]], AfterValidator(check_mixture)] = Field(
+        [], description="several files: source, weight, layout and columns of each"
+    )
+    source_args: Annotated[dict[str, Any], AfterValidator(check_arguments)] = Field(
+        {}, description="the source's own arguments", validate_default=True
+    )
+    train: int | None = Field(
+        None, ge=0, description="most training prompts, taken after the others; default: all"
+    )
+    eval: int | None = Field(
+        None, ge=0, description="held-out prompts; default: 5 % of the rows, at most 256"
+    )
+    sft: int | None = Field(None, ge=0, description="demonstrations; default: all")
+    sft_eval: int | None = Field(
+        None, ge=0, description="held-out demonstrations; default: 5 % of the rows, at most 256"
+    )
+    preference: int | None = Field(
+        None, ge=0, description="pairs of a chosen and a rejected completion; default: all"
+    )
+    preference_eval: int | None = Field(
+        None, ge=0, description="held-out pairs; default: 5 % of the rows, at most 256"
+    )
+    rewards: dict[Annotated[str, plugins.validate_variant("rewards")], float] | None = Field(
+        None, description="reward → weight; default: what fits the layout, or else exact"
+    )
+    reward_args: dict[str, Any] = Field({}, description="reward → value of its metadata")
+    bad_rows: Policy = Field(
+        "drop", description="rows that cannot be used: drop them, or refuse the data"
+    )
+    wrong_answers: Policy = Field(
+        "drop", description="rows whose gold answer their reward rejects: drop, or refuse"
+    )
+    drop_at_most: float = Field(
+        0.01, ge=0, le=1, description="share of the rows that may be dropped so"
+    )
+    chat: bool = Field(False, description="make a plain prompt the user message of a chat")
+    system: str | None = Field(None, description="system message of every chat")
+    history: History = Field(
+        "as-rendered",
+        description="turns of a conversation: learned together where the chat template shows "
+        "them alike, or each as a row of its own",
+    )
+    reasoning: Reasoning = Field(
+        "keep", description="reasoning in demonstrations: learn it, or leave it out"
+    )
+    too_long: TooLong = Field(
+        "drop",
+        description="rows with more tokens than fit: drop them up to the share drop_at_most of "
+        "a split (one at least), cut demonstrations off, or refuse the data",
+    )
+    timeout_s: float = Field(5.0, gt=0, description="seconds that one call of a reward may take")
+    required: list[Split] = Field(
+        [],
+        description="splits that later stages cannot do without: data that has no row for "
+        "one is refused",
+        json_schema_extra=UNTRACKED,
+    )
+    preparation: Preparation = Field(
+        "here",
+        description="ray: examine rows with Ray Data, on a cluster if there is one",
+        json_schema_extra=UNTRACKED,
+    )
+
+    @property
+    def wanted(self) -> dict[Split, int | None]:
+        """Split → the rows that the user wants in it, in the order in which splits take theirs."""
+        return {
+            "eval": self.eval,
+            "sft_eval": self.sft_eval,
+            "sft": self.sft,
+            "preference_eval": self.preference_eval,
+            "preference": self.preference,
+            "train": self.train,
+        }
 
 
 @component(
@@ -67,110 +143,7 @@ Rows = Annotated[int | None, Field(ge=0)]
     results={"train": int, "eval": int, "sft": int},
     identity=digest_source_of,
 )
-def data_prep(
-    stage: Stage,
-    *,
-    source: Annotated[
-        str,
-        AfterValidator(check_source),
-        Field(
-            description="a file, a glob, a folder, a data set of the hub; or digits, functions, "
-            "reasoning_gym, or a dotted path"
-        ),
-    ] = "digits",
-    layout: Annotated[
-        str | None,
-        AfterValidator(check_layout),
-        Field(description="of a file: what its columns are (docs/data.md); default: recognised"),
-    ] = None,
-    columns: Annotated[
-        dict[str, Any],
-        AfterValidator(check_columns),
-        Field(description="of a file: prompt, answer, completion, … → column, or path in a column"),
-    ] = {},  # noqa: B006
-    mixture: Annotated[
-        list[dict[str, Any]],
-        AfterValidator(check_mixture),
-        Field(description="several files: source, weight, layout and columns of each"),
-    ] = [],  # noqa: B006
-    source_args: Annotated[
-        dict[str, Any],
-        AfterValidator(check_arguments),
-        Field(description="the source's own arguments", validate_default=True),
-    ] = {},  # noqa: B006
-    train: Annotated[
-        Rows, Field(description="most training prompts, taken after the others; default: all")
-    ] = None,
-    eval: Annotated[
-        Rows, Field(description="held-out prompts; default: 5 % of the rows, at most 256")
-    ] = None,
-    sft: Annotated[Rows, Field(description="demonstrations; default: all")] = None,
-    sft_eval: Annotated[
-        Rows, Field(description="held-out demonstrations; default: 5 % of the rows, at most 256")
-    ] = None,
-    preference: Annotated[
-        Rows, Field(description="pairs of a chosen and a rejected completion; default: all")
-    ] = None,
-    preference_eval: Annotated[
-        Rows, Field(description="held-out pairs; default: 5 % of the rows, at most 256")
-    ] = None,
-    rewards: Annotated[
-        dict[Annotated[str, plugins.validate_variant("rewards")], float] | None,
-        Field(description="reward → weight; default: what fits the layout, or else exact"),
-    ] = None,
-    reward_args: Annotated[
-        dict[str, Any], Field(description="reward → value of its metadata")
-    ] = {},  # noqa: B006
-    bad_rows: Annotated[
-        Policy, Field(description="rows that cannot be used: drop them, or refuse the data")
-    ] = "drop",
-    wrong_answers: Annotated[
-        Policy, Field(description="rows whose gold answer their reward rejects: drop, or refuse")
-    ] = "drop",
-    drop_at_most: Annotated[
-        float, Field(ge=0, le=1, description="share of the rows that may be dropped so")
-    ] = 0.01,
-    chat: Annotated[
-        bool, Field(description="make a plain prompt the user message of a chat")
-    ] = False,
-    system: Annotated[str | None, Field(description="system message of every chat")] = None,
-    history: Annotated[
-        History,
-        Field(
-            description="turns of a conversation: learned together where the chat template shows "
-            "them alike, or each as a row of its own"
-        ),
-    ] = "as-rendered",
-    reasoning: Annotated[
-        Reasoning, Field(description="reasoning in demonstrations: learn it, or leave it out")
-    ] = "keep",
-    too_long: Annotated[
-        TooLong,
-        Field(
-            description="rows with more tokens than fit: drop them up to the share drop_at_most of "
-            "a split (one at least), cut demonstrations off, or refuse the data"
-        ),
-    ] = "drop",
-    timeout_s: Annotated[
-        float, Field(gt=0, description="seconds that one call of a reward may take")
-    ] = 5.0,
-    required: Annotated[
-        list[Split],
-        Field(
-            description="splits that later stages cannot do without: data that has no row for "
-            "one is refused",
-            json_schema_extra=UNTRACKED,
-        ),
-    ] = [],  # noqa: B006
-    preparation: Annotated[
-        Preparation,
-        Field(
-            description="ray: examine rows with Ray Data, on a cluster if there is one",
-            json_schema_extra=UNTRACKED,
-        ),
-    ] = "here",
-    seed: int = 0,
-) -> Results:
+def data_prep(stage: Stage, *, options: DataOptions, seed: int = 0) -> Results:
     """Read a source, split it, and prove that every gold answer earns full marks.
 
     Rows go where their form belongs: prompts with answers to `train`, demonstrations and whole
@@ -181,56 +154,54 @@ def data_prep(
     ``facts.dropped`` has their number and the first ten. Raises UserError at an unknown source,
     argument, column or reward, too few examples, or more bad rows than that.
     """
-    if rewards is not None:
-        parse_spec(json.dumps(rewards, sort_keys=True))
-    if system is not None and not chat:
-        raise UserError("data_prep.system", system, "needs --chat true")
+    if options.rewards is not None:
+        parse_spec(json.dumps(options.rewards, sort_keys=True))
+    if options.system is not None and not options.chat:
+        raise UserError("data_prep.system", options.system, "needs --chat true")
+    # Later stages read these from the data, so that all of them treat rows alike.
     stage.facts.update(
-        history=history,
-        reasoning=reasoning,
-        too_long=too_long,
-        drop_at_most=drop_at_most,
+        history=options.history,
+        reasoning=options.reasoning,
+        too_long=options.too_long,
+        drop_at_most=options.drop_at_most,
     )
-    wanted: dict[Split, int | None] = {
-        "eval": eval,
-        "sft_eval": sft_eval,
-        "sft": sft,
-        "preference_eval": preference_eval,
-        "preference": preference,
-        "train": train,
-    }
-    splits, sizes = open_source(stage, wanted)
+    splits, sizes = open_source(stage, options.wanted)
     for line in splits.lines:
         stage.log(line)
-    share = drop_at_most
-    bad = Budget("data.bad_rows", "cannot be used", "rows", bad_rows, share)
-    wrong = Budget(
+    bad_rows = Budget(
+        "data.bad_rows", "cannot be used", "rows", options.bad_rows, options.drop_at_most
+    )
+    wrong_answers = Budget(
         "data.wrong_answers",
         "earn less than full marks from their own reward",
         "gold answers",
-        wrong_answers,
-        share,
+        options.wrong_answers,
+        options.drop_at_most,
     )
-    router = Router(splits, sizes, Form(chat, system), bad)
-    builder = RowBuilder(rewards, reward_args)
-    tally = Tally(wrong)
+    router = Router(splits, sizes, Form(options.chat, options.system), bad_rows)
+    builder = RowBuilder(options.rewards, options.reward_args)
+    tally = Tally(wrong_answers)
     writers = write_rows(stage, router, builder, tally)
-    bad.check(router.counts.read)
-    check_required(required, splits, router.counts, source)
-    _check_sizes(splits, sizes, router.counts, source)
-    _check_rewards(splits, sizes, router.counts, builder)
-    tally.check_answers(is_default_reward=rewards is None)
+    bad_rows.check(router.counts.read)
+    check_required(options.required, splits, router.counts, options.source)
+    check_sizes(splits, sizes, router.counts, options.source)
+    check_rewards(splits, sizes, router.counts, builder)
+    tally.check_answers(is_default_reward=options.rewards is None)
+    # Only now is it decided which splits have a file: one of pairs has none without rows.
     for writer in writers.values():
         writer.close()
-    counts = {
+    rows_by_split = {
         split: writers[split].rows for split in SPLITS if (stage.out / f"{split}.parquet").exists()
     }
-    _report(stage, source, splits, router.counts, (bad, wrong), tally, builder)
-    if preparation == "ray":
+    report_rows(
+        stage, options.source, splits, router.counts, (bad_rows, wrong_answers), tally, builder
+    )
+    if options.preparation == "ray":
         stage.notes["examined"] = dict(tally.hosts)
-    stage.facts.update(rows=counts)
-    _log_counts(stage, counts, train, "the mixture" if mixture else source)
-    return {split: counts[split] for split in ("train", "eval", "sft")}
+    stage.facts.update(rows=rows_by_split)
+    source = "the mixture" if options.mixture else options.source
+    log_counts(stage, rows_by_split, options.train, source)
+    return {split: rows_by_split[split] for split in ("train", "eval", "sft")}
 
 
 class PreparationParams(Protocol):
@@ -276,126 +247,6 @@ def open_source(
     splits = load_source(source, arguments, count_wanted(wanted), stage.seed("data"))
     is_endless = splits.rows is None and source != FILES
     return splits, choose_sizes(wanted, splits.rows, splits.own, is_endless)
-
-
-def _log_counts(stage: Stage, counts: Mapping[Split, int], train: int | None, source: str) -> None:
-    """Say how many rows each split has, and where prompts are fewer than `train`, why."""
-    shown = {split: str(counts[split]) for split in sorted(counts, key=SHOWN_ORDER.index)}
-    if train is not None and counts["train"] < train:
-        shown["train"] += f" of {train} asked for: {source} has no more"
-    stage.log(", ".join(f"{split} {number}" for split, number in shown.items()))
-
-
-def _check_sizes(splits: Splits, sizes: Mapping[Split, Size], counts: Counts, source: str) -> None:
-    """Check that each split has the rows that the user asked for. Raises UserError."""
-    for split, size in sizes.items():
-        taken = counts.taken[split]
-        if size.is_exact and size.number and taken < size.number:
-            remedy = f"{source} has only {taken} distinct prompts left"
-            remedy += f"; ask for fewer (set data.{split}), or give it more data"
-            raise UserError(f"data_prep.{split}", size.number, remedy)
-    wanted = sizes["train"].number
-    if wanted and not counts.taken["train"]:
-        remedy = f"{source} has only 0 distinct prompts left; one is needed"
-        raise UserError("data_prep.train", wanted, remedy)
-    if not counts.taken.total() and any(size.number is None for size in sizes.values()):
-        remedy = "no row of it is of a form that is used; see data.columns (docs/data.md)"
-        raise UserError("data_prep.source", source, remedy)
-
-
-def _check_rewards(
-    splits: Splits, sizes: Mapping[Split, Size], counts: Counts, builder: RowBuilder
-) -> None:
-    """Check that the default reward can score a prompt at all, where prompts are what the source is
-    for. Raises UserError."""
-    if not builder.prompts or builder.hopeless < builder.prompts:
-        return
-    # Beside demonstrations or pairs of the same rows, a few prompts are a by-product.
-    others = set(SPLITS) - {"train", "eval"} - splits.own
-    if not sizes["train"].number and any(counts.taken[split] for split in others):
-        return
-    unread = ""
-    if splits.unread:
-        unread = f"; columns that nothing is read from: {', '.join(splits.unread)}"
-    remedy = (
-        "no prompt has an answer, and the default reward compares with one: name the column of the "
-        f"answers (data.columns.answer{unread}), or choose a reward that needs none (data.rewards)"
-    )
-    raise UserError("data.rewards", dict(DEFAULT_REWARDS), remedy)
-
-
-def _report(
-    stage: Stage,
-    source: str,
-    splits: Splits,
-    counts: Counts,
-    budgets: tuple[Budget, Budget],
-    tally: "Tally",
-    builder: RowBuilder,
-) -> None:
-    """Say in the log and in the facts what was read, and what was left out."""
-    specs = [json.loads(spec) for spec, _ in builder.specs.most_common()]
-    facts: dict[str, Any] = {"source": source, "rewards": specs[0] if specs else {}}
-    if len(specs) > 1:
-        facts["rewards_of_rows"] = dict(builder.specs)
-    facts |= splits.facts
-    if tally.unchecked:
-        facts["unchecked"] = tally.unchecked
-    dropped: dict[str, Any] = {}
-    for budget in budgets:
-        if budget.count:
-            dropped[budget.setting.removeprefix("data.")] = budget.to_facts()
-            stage.log(budget.describe())
-    for name, number, sentence in (
-        ("repeated", counts.repeated, "are equal to one before them"),
-        ("conflicting", counts.conflicting, "have a prompt before them with another answer"),
-        ("held_back", counts.held_back, "have a prompt that is in another split"),
-    ):
-        if number:
-            dropped[name] = number
-            stage.log(f"left out {number} rows that {sentence}")
-    if dropped:
-        facts["dropped"] = dropped
-    if counts.nulls:
-        facts["rows_with_null_fields"] = counts.nulls
-        stage.log(f"left null fields of nested columns out of {counts.nulls} rows")
-    if counts.unused:
-        facts["unused"] = counts.unused
-    stage.facts.update(facts)
-
-
-class Tally:
-    """Counts of the examined rows, and those whose gold answer their rewards reject.
-
-    Attributes:
-        hosts: rows by the machine that examined them.
-        unchecked: rows without an answer, or without a reward that could check it.
-    """
-
-    def __init__(self, wrong: Budget) -> None:
-        self.wrong = wrong
-        self.examined = 0
-        self.unchecked = 0
-        self.hosts: Counter[str] = Counter()
-
-    def check_answers(self, is_default_reward: bool) -> None:
-        """Check that no more gold answers are wrong than may be left out. Raises UserError."""
-        proved = self.examined - self.unchecked
-        if is_default_reward and 2 * self.wrong.count > proved:
-            # Where most answers fail, the default reward is more likely to be wrong than they are.
-            remedy = 'choose the reward that fits them (such as data.rewards={"numeric": 1.0})'
-            self.wrong.advice = remedy
-        self.wrong.check(proved)
-
-    def add(self, table: pa.Table) -> pa.Table:
-        """Count the rows of a table; return those whose gold answer is right, or is not checked."""
-        self.examined += table.num_rows
-        self.hosts.update(table["host"].to_pylist())
-        self.unchecked += table["judges"].null_count
-        is_right = pc.is_null(table["trouble"])
-        for row in table.filter(pc.invert(is_right)).select(["name", "trouble"]).to_pylist():
-            self.wrong.add(row["name"], row["trouble"])
-        return table.filter(is_right)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""What the stage `data_prep` counts of the rows that it reads, refuses of them, and reports."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tuneloop.core.component import Stage
+from tuneloop.core.errors import UserError
+from tuneloop.data import Splits
+from tuneloop.data.budgets import Budget
+from tuneloop.data.sizes import SPLITS, Size, Split
+from tuneloop.data.splitting import Counts
+from tuneloop.data.tables import DEFAULT_REWARDS, RowBuilder
+
+SHOWN_ORDER: tuple[Split, ...] = (
+    "train",
+    "eval",
+    "sft",
+    "sft_eval",
+    "preference",
+    "preference_eval",
+)
+"""The order in which a line of the log lists splits."""
+
+
+def log_counts(stage: Stage, counts: Mapping[Split, int], train: int | None, source: str) -> None:
+    """Say how many rows each split has, and where prompts are fewer than `train`, why."""
+    shown = {split: str(counts[split]) for split in sorted(counts, key=SHOWN_ORDER.index)}
+    if train is not None and counts["train"] < train:
+        shown["train"] += f" of {train} asked for: {source} has no more"
+    stage.log(", ".join(f"{split} {number}" for split, number in shown.items()))
+
+
+def check_sizes(splits: Splits, sizes: Mapping[Split, Size], counts: Counts, source: str) -> None:
+    """Check that each split has the rows that the user asked for. Raises UserError."""
+    for split, size in sizes.items():
+        taken = counts.taken[split]
+        if size.is_exact and size.number and taken < size.number:
+            remedy = f"{source} has only {taken} distinct prompts left"
+            remedy += f"; ask for fewer (set data.{split}), or give it more data"
+            raise UserError(f"data_prep.{split}", size.number, remedy)
+    wanted = sizes["train"].number
+    if wanted and not counts.taken["train"]:
+        remedy = f"{source} has only 0 distinct prompts left; one is needed"
+        raise UserError("data_prep.train", wanted, remedy)
+    if not counts.taken.total() and any(size.number is None for size in sizes.values()):
+        remedy = "no row of it is of a form that is used; see data.columns (docs/data.md)"
+        raise UserError("data_prep.source", source, remedy)
+
+
+def check_rewards(
+    splits: Splits, sizes: Mapping[Split, Size], counts: Counts, builder: RowBuilder
+) -> None:
+    """Check that the default reward can score a prompt at all, where prompts are what the source is
+    for. Raises UserError."""
+    if not builder.prompts or builder.hopeless < builder.prompts:
+        return
+    # Beside demonstrations or pairs of the same rows, a few prompts are a by-product.
+    others = set(SPLITS) - {"train", "eval"} - splits.own
+    if not sizes["train"].number and any(counts.taken[split] for split in others):
+        return
+    unread = ""
+    if splits.unread:
+        unread = f"; columns that nothing is read from: {', '.join(splits.unread)}"
+    remedy = (
+        "no prompt has an answer, and the default reward compares with one: name the column of the "
+        f"answers (data.columns.answer{unread}), or choose a reward that needs none (data.rewards)"
+    )
+    raise UserError("data.rewards", dict(DEFAULT_REWARDS), remedy)
+
+
+def report_rows(
+    stage: Stage,
+    source: str,
+    splits: Splits,
+    counts: Counts,
+    budgets: tuple[Budget, Budget],
+    tally: "Tally",
+    builder: RowBuilder,
+) -> None:
+    """Say in the log and in the facts what was read, and what was left out."""
+    specs = [json.loads(spec) for spec, _ in builder.specs.most_common()]
+    facts: dict[str, Any] = {"source": source, "rewards": specs[0] if specs else {}}
+    if len(specs) > 1:
+        facts["rewards_of_rows"] = dict(builder.specs)
+    facts |= splits.facts
+    if tally.unchecked:
+        facts["unchecked"] = tally.unchecked
+    dropped: dict[str, Any] = {}
+    for budget in budgets:
+        if budget.count:
+            dropped[budget.setting.removeprefix("data.")] = budget.to_facts()
+            stage.log(budget.describe())
+    for name, number, sentence in (
+        ("repeated", counts.repeated, "are equal to one before them"),
+        ("conflicting", counts.conflicting, "have a prompt before them with another answer"),
+        ("held_back", counts.held_back, "have a prompt that is in another split"),
+    ):
+        if number:
+            dropped[name] = number
+            stage.log(f"left out {number} rows that {sentence}")
+    if dropped:
+        facts["dropped"] = dropped
+    if counts.nulls:
+        facts["rows_with_null_fields"] = counts.nulls
+        stage.log(f"left null fields of nested columns out of {counts.nulls} rows")
+    if counts.unused:
+        facts["unused"] = counts.unused
+    stage.facts.update(facts)
+
+
+class Tally:
+    """Counts of the examined rows, and those whose gold answer their rewards reject.
+
+    Attributes:
+        hosts: rows by the machine that examined them.
+        unchecked: rows without an answer, or without a reward that could check it.
+    """
+
+    def __init__(self, wrong: Budget) -> None:
+        self.wrong = wrong
+        self.examined = 0
+        self.unchecked = 0
+        self.hosts: Counter[str] = Counter()
+
+    def check_answers(self, is_default_reward: bool) -> None:
+        """Check that no more gold answers are wrong than may be left out. Raises UserError."""
+        proved = self.examined - self.unchecked
+        if is_default_reward and 2 * self.wrong.count > proved:
+            # Where most answers fail, the default reward is more likely to be wrong than they are.
+            remedy = 'choose the reward that fits them (such as data.rewards={"numeric": 1.0})'
+            self.wrong.advice = remedy
+        self.wrong.check(proved)
+
+    def add(self, table: pa.Table) -> pa.Table:
+        """Count the rows of a table; return those whose gold answer is right, or is not checked."""
+        self.examined += table.num_rows
+        self.hosts.update(table["host"].to_pylist())
+        self.unchecked += table["judges"].null_count
+        is_right = pc.is_null(table["trouble"])
+        for row in table.filter(pc.invert(is_right)).select(["name", "trouble"]).to_pylist():
+            self.wrong.add(row["name"], row["trouble"])
+        return table.filter(is_right)
