@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.rewards.scoring import GARBAGE, OUT_OF_RANGE, Kind, Outcome, may_pass
+from tuneloop.rewards.outcomes import GARBAGE, OUT_OF_RANGE, Kind, Outcome, may_pass
 
 REMEDIES = {
     OUT_OF_RANGE: (

@@ -2,10 +2,11 @@
 with ``--reward-args '{"format": {"pattern": "<think>.*</think>.*"}}'`` of `data_prep`."""
 
 import re
-from typing import Any
+
+from tuneloop.core.json_types import JsonObject
 
 
-def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
+def score(completion: str, answer: str, metadata: JsonObject) -> float | None:
     """Return 1.0 if the pattern matches the stripped completion (dots match line ends), else 0.0; None without one."""
     if (pattern := metadata.get("format", {}).get("pattern")) is None:
         return None

@@ -2,13 +2,13 @@
 text, not tokens, and the gold answers are checked before there is a tokenizer. ``metadata["length_penalty"]`` holds
 `max_length`, from where it is -1, and `buffer`, the length before that over which it falls linearly from 0."""
 
-from typing import Any
+from tuneloop.core.json_types import JsonObject
 
 RANGE = (-1.0, 0.0)
 TRUSTED = True
 
 
-def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
+def score(completion: str, answer: str, metadata: JsonObject) -> float | None:
     """Return 0.0 up to ``max_length - buffer`` characters, -1.0 from `max_length` on; None without limits."""
     if (limits := metadata.get("length_penalty")) is None:
         return None

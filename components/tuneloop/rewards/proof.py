@@ -9,16 +9,12 @@ its own a row is proved by these alone: what the data set states need not be a c
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tuneloop.rewards.scoring import (
-    Outcome,
-    Row,
-    compute_full_marks,
-    find_reward,
-    parse_spec,
-    score_all,
-)
+from tuneloop.core.json_types import JsonObject
+from tuneloop.rewards.outcomes import Outcome, Row
+from tuneloop.rewards.registry import compute_full_marks, find_reward, parse_spec
+from tuneloop.rewards.scoring import score_all
 
 SHOWN = 60
 """Characters of an answer and of a completion that a message shows."""
@@ -64,7 +60,7 @@ def prove_answers(
 
 def _list_trials(index: int, row: Row, rewards: Mapping[str, float]) -> list[_Trial]:
     """List the completions that prove the answer of a row."""
-    metadata: dict[str, Any] = json.loads(row["metadata"] or "{}")
+    metadata: JsonObject = json.loads(row["metadata"] or "{}")
     trials: list[_Trial] = []
     unwritten: dict[str, float] = {}
     for name, weight in rewards.items():

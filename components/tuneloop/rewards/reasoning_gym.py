@@ -7,14 +7,14 @@ runs no code; any other is to them a text that cannot be read."""
 import functools
 import json
 from collections.abc import Callable
-from typing import Any
 
 import reasoning_gym
 
+from tuneloop.core.json_types import JsonObject
 from tuneloop.rewards.evaluated_text import find_evaluations
 
 
-def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
+def score(completion: str, answer: str, metadata: JsonObject) -> float | None:
     """Return the task's own score of the stripped completion, 0 to 1; None for a prompt from elsewhere."""
     task = metadata.get("reasoning_gym")
     if task is None:
@@ -28,7 +28,7 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | Non
 
 
 @functools.lru_cache(maxsize=64)
-def _find_verifier(task: str, config: str) -> Callable[[str, dict[str, Any]], float]:
+def _find_verifier(task: str, config: str) -> Callable[[str, JsonObject], float]:
     """Find a task's verifier, which judges harmless text only."""
     dataset = reasoning_gym.create_dataset(task, seed=0, size=1, **json.loads(config))
     # A composite task hands the text to one of its parts.
@@ -39,7 +39,7 @@ def _find_verifier(task: str, config: str) -> Callable[[str, dict[str, Any]], fl
         for evaluation in find_evaluations(part.score_answer, type(part))
     }
 
-    def judge_text(text: str, entry: dict[str, Any]) -> float:
+    def judge_text(text: str, entry: JsonObject) -> float:
         for evaluation in evaluations:
             text = evaluation.keep_harmless(text)
         return float(dataset.score_answer(text, entry))

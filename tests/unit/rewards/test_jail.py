@@ -199,7 +199,7 @@ def test_a_program_whose_judge_has_ended_already_is_not_run(tmp_path: Path) -> N
     source.write_text(json.dumps({"program": "print('ran')", "call": None}))
     notes, written = os.pipe()
     with source.open() as opened:
-        about = json.loads(sandbox._about(opened.fileno(), written, str(tmp_path), LIMITS))
+        about = sandbox._build_options(opened.fileno(), written, str(tmp_path), LIMITS)
         about["parent"] = 1
         done = subprocess.run(
             [sys.executable, "-I", "-S", str(sandbox.JAIL), json.dumps(about)],

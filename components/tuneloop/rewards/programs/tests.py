@@ -6,12 +6,12 @@ form than ``call == literal``) are a `Check`, which `checks` runs apart from the
 """
 
 import ast
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tuneloop.core.json_types import JsonMapping
+from tuneloop.rewards.outcomes import Unverifiable
 from tuneloop.rewards.sandbox import Ending
-from tuneloop.rewards.scoring import Unverifiable
 
 FORMS = "`tests`, `test` with `entry_point`, or `stdin_tests`"
 
@@ -88,7 +88,7 @@ class Tests:
         return len(self.cases) + (len(self.check.statements) if self.check else 0)
 
 
-def read_tests(metadata: Mapping[str, Any]) -> Tests:
+def read_tests(metadata: JsonMapping) -> Tests:
     """Read the tests in `metadata`. Raises Unverifiable: there are none, or one is none."""
     prelude = _get_text(metadata, "prelude")
     prompt = _get_text(metadata, "prompt")
@@ -117,7 +117,7 @@ def read_tests(metadata: Mapping[str, Any]) -> Tests:
     return Tests(tuple(cases), check, prelude, prompt, function)
 
 
-def _read_check(metadata: Mapping[str, Any], prelude: str, prompt: str) -> Tests:
+def _read_check(metadata: JsonMapping, prelude: str, prompt: str) -> Tests:
     test = _get_text(metadata, "test")
     entry_point = metadata.get("entry_point")
     if not isinstance(entry_point, str) or not entry_point.isidentifier():
@@ -132,14 +132,14 @@ def _read_check(metadata: Mapping[str, Any], prelude: str, prompt: str) -> Tests
     return Tests((), check, prelude, prompt, entry_point)
 
 
-def _get_text(metadata: Mapping[str, Any], name: str) -> str:
+def _get_text(metadata: JsonMapping, name: str) -> str:
     value = metadata.get(name) or ""
     if not isinstance(value, str):
         raise Unverifiable(f"metadata[{name!r}] is {value!r:.80}, which is no text")
     return value
 
 
-def _get_list(metadata: Mapping[str, Any], name: str) -> list[Any]:
+def _get_list(metadata: JsonMapping, name: str) -> list[Any]:
     value = metadata.get(name) or []
     if not isinstance(value, list):
         raise Unverifiable(f"metadata[{name!r}] is {value!r:.80}, which is no list of tests")
@@ -181,7 +181,7 @@ def _read_assertion(text: str) -> Case | None:
     return None
 
 
-def _read_input_output(test: Mapping[str, Any], function: str | None) -> Case:
+def _read_input_output(test: JsonMapping, function: str | None) -> Case:
     """Read an input and its output: text of a whole program, or arguments and result of a function,
     which may be the method of a class ``Solution``."""
     if function is None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.rewards.structures.json_text import (
     NotJson,
     parse_json,
@@ -34,7 +35,9 @@ MISTRAL_CALL = re.compile(
     r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL
 )
 PYTHON_TAG = "<|python_tag|>"
+BETWEEN_OBJECTS = re.compile(r"(?<=\})\s*[;\n]\s*(?=\{)")
 MOST_CALLS = 64
+"""Calls of one completion: comparing them in any order takes more than linear time."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Call:
     """A call of a tool; its arguments by their names."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: JsonMapping
 
 
 class NotCalls(ValueError):
@@ -120,15 +123,10 @@ def _parse_objects(text: str) -> Any:
     try:
         return parse_json(text)
     except NotJson:
-        parts = re.split(r"\}\s*(?:;|\n)\s*\{", text)
+        parts = BETWEEN_OBJECTS.split(text)
         if len(parts) < 2:
             raise
-    last = len(parts) - 1
-    wrapped = [
-        ("" if index == 0 else "{") + part + ("" if index == last else "}")
-        for index, part in enumerate(parts)
-    ]
-    return [parse_json(part) for part in wrapped]
+    return [parse_json(part) for part in parts]
 
 
 def _read_calls(value: Any) -> list[Call]:
@@ -152,7 +150,7 @@ def _read_calls(value: Any) -> list[Call]:
     raise NotCalls("an object without a name")
 
 
-def _read_arguments(value: Any) -> Mapping[str, Any]:
+def _read_arguments(value: Any) -> JsonMapping:
     if isinstance(value, str):
         value = parse_json(value or "{}")
     if value is None:

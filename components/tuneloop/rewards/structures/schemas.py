@@ -2,14 +2,14 @@
 
 import functools
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 from referencing import Registry
 
-from tuneloop.rewards.scoring import Unverifiable
+from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.rewards.outcomes import Unverifiable
 
 JSON_TYPES = {
     "dict": "object",
@@ -35,7 +35,7 @@ JSON_TYPES = {
 """Types as BFCL, Java and Python name them → as JSON Schema does; ``any`` is left out."""
 
 
-def is_valid(schema: Mapping[str, Any], value: Any, name: str) -> bool:
+def is_valid(schema: JsonMapping, value: Any, name: str) -> bool:
     """Return whether `value` is valid by `schema`, which a message calls `name`. Raises
     Unverifiable: it is no schema."""
     return bool(_build_validator(json.dumps(schema, sort_keys=True), name).is_valid(value))
@@ -57,7 +57,7 @@ def _convert_types(schema: Any) -> Any:
         return [_convert_types(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    converted: dict[str, Any] = {}
+    converted: JsonObject = {}
     for key, part in schema.items():
         if key == "type" and isinstance(part, str):
             if part != "any":
