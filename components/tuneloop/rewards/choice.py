@@ -60,6 +60,7 @@ def read_choice(completion: str, choices: Sequence[str]) -> str | None:
     """Read which letter a completion chooses; None if it chooses none."""
     final = find_final_answer(completion)
     letter = find_letter(final.text, choices)
+    # Reasons may stand before the choice, on lines of their own.
     if letter is None and final.source == "text":
         lines = final.text.splitlines()
         letter = find_letter(lines[-1], choices) if lines else None

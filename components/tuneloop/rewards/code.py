@@ -40,8 +40,10 @@ check_sandbox("rewards", "code")
 def score(
     completion: str, answer: str, metadata: JsonObject
 ) -> tuple[float, dict[str, float]] | None:
-    """Return the share of tests that the program in `completion` passes, and the shares of those
-    that ended by each of `REASONS`.
+    """Judge the program in `completion`.
+
+    Returns:
+        The share of tests that it passes, and the shares of those that ended by each of `REASONS`.
 
     Raises:
         Unverifiable: there are no tests, one is none, or a limit is none.
@@ -52,15 +54,15 @@ def score(
     program = complete_program(completion, tests.prompt, tests.function)
     if tests.prelude:
         program = f"{tests.prelude}\n\n{program}"
-    passed, endings = run_tests(program, tests, limits)
+    successes, endings = run_tests(program, tests, limits)
     shares = {reason: endings[reason] / tests.number for reason in REASONS}
-    return passed / tests.number, shares
+    return successes / tests.number, shares
 
 
 def run_tests(program: str, tests: Tests, limits: Limits) -> tuple[int, Counter[str]]:
     """Run all tests on a program; return how many it passes, and counts of how they ended."""
     remaining_s = limits.seconds
-    passed = 0
+    successes = 0
     endings: Counter[str] = Counter()
     for case in tests.cases:
         # Later tests get no more time because earlier ones took it all.
@@ -72,16 +74,16 @@ def run_tests(program: str, tests: Tests, limits: Limits) -> tuple[int, Counter[
         _refuse_escape(ending)
         remaining_s -= ending.seconds
         endings[ending.kind] += 1
-        passed += case.is_passed(ending)
+        successes += case.is_passed(ending)
     if tests.check is None:
-        return passed, endings
+        return successes, endings
     if remaining_s <= 0:
         endings["timeout"] += len(tests.check.statements)
-        return passed, endings
+        return successes, endings
     result = run_check(tests.check, program, replace(limits, seconds=remaining_s))
     _refuse_escape(result.ending)
-    endings[result.ending.kind] += len(result.passed)
-    return passed + sum(result.passed), endings
+    endings[result.ending.kind] += len(result.successes)
+    return successes + sum(result.successes), endings
 
 
 def read_limits(metadata: JsonMapping) -> Limits:
@@ -96,8 +98,11 @@ def read_limits(metadata: JsonMapping) -> Limits:
             raise Unverifiable(f"metadata['code'] has {name!r}; its limits are {', '.join(LIMITS)}")
         if not isinstance(value, int | float) or value <= 0:
             raise Unverifiable(f"metadata['code'][{name!r}] is {value!r}, not a positive number")
-    memory = int(settings["memory_mb"] * 2**20)
-    return Limits(settings["seconds"], memory, int(settings["output_kb"] * 2**10))
+    return Limits(
+        seconds=settings["seconds"],
+        memory=int(settings["memory_mb"] * 2**20),
+        output=int(settings["output_kb"] * 2**10),
+    )
 
 
 def _refuse_escape(ending: Ending) -> None:

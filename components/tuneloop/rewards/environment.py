@@ -1,4 +1,7 @@
-"""The environment's own reward of the episode, 0 to 1, which rollout wrote to ``metadata["environment"]["reward"]``."""
+"""The environment's own reward of the episode, from 0 to 1.
+
+The rollout wrote it to ``metadata["environment"]["reward"]``.
+"""
 
 from tuneloop.core.json_types import JsonObject
 

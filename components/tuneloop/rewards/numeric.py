@@ -59,6 +59,7 @@ def read_final_answer(final: FinalAnswer) -> Form:
     if final.source == "box" or not _is_prose(form, final.text):
         return form
     if final.source == "statement":
+        # The sentence may go on after the formula: "The answer is $5$ because …".
         formula = MATH.match(final.text) or NUMBER.match(final.text)
         return read_answer(formula[0]) if formula else form
     expression = find_last_expression(final.text)

@@ -149,12 +149,12 @@ class OutageReport:
 
     def add_wait(self, name: str, reason: str, delay_s: float) -> None:
         """Say that the reward `name` waits `delay_s` seconds, unless that was said lately."""
-        now = time.monotonic()
-        wait = self._waits_by_reward.setdefault(name, _Wait(now, now))
-        if now < wait.next_report_at:
+        time_s = time.monotonic()
+        wait = self._waits_by_reward.setdefault(name, _Wait(time_s, time_s))
+        if time_s < wait.next_report_at:
             return
-        wait.next_report_at = now + REPORT_EVERY_S
-        seconds = now - wait.since
+        wait.next_report_at = time_s + REPORT_EVERY_S
+        seconds = time_s - wait.since
         duration = f", for {seconds:.0f} s so far" if seconds >= 1 else ""
         line = f"rewards: {name} is away ({reason}); asks again in {delay_s:.0f} s{duration}"
         print_diagnostic(line, 0)

@@ -67,6 +67,6 @@ def may_pass(outcome: Outcome) -> bool:
     """
     if outcome.outcome not in ("timeout", "infra_error"):
         return False
-    return not any(
-        str(value).startswith((RAISED, RETURNED)) for value in outcome.breakdown.values()
-    )
+    # Scores are numbers, and only reasons begin with a word.
+    reasons = map(str, outcome.breakdown.values())
+    return not any(reason.startswith((RAISED, RETURNED)) for reason in reasons)

@@ -87,10 +87,10 @@ def find_reward(name: str) -> Reward:
 
     low, high = read_declaration("RANGE", (0.0, 1.0))
     return Reward(
-        name,
-        function,
-        float(low),
-        float(high),
+        name=name,
+        function=function,
+        low=float(low),
+        high=float(high),
         needs_episode=bool(read_declaration("NEEDS_EPISODE", False)),
         # Only the plugin's own TRUSTED counts: a wrapper of it, or another function of its module,
         # need not be trusted.

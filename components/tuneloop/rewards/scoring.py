@@ -93,12 +93,18 @@ def score_all(
     """
     calls_by_row = [
         [
-            Call(number, row, find_reward(name), weight)
+            Call(
+                row_number=number,
+                row=row,
+                reward=find_reward(name),
+                weight=weight,
+            )
             for name, weight in parse_spec(row["reward_spec"]).items()
         ]
         for number, row in enumerate(rows)
     ]
     calls = [call for row_calls in calls_by_row for call in row_calls]
+    # An empty record is false, and is to be filled.
     if record is None:
         record = ScoreRecord()
     batch = _Batch(record, progress or (lambda count: None))
@@ -142,10 +148,12 @@ class _Batch:
     def judge_apart(self, calls: Iterable[Call], workers: int, limits: CallLimits) -> None:
         """Judge in processes that may be ended."""
         remaining = self._list_remaining(calls)
+        # Neighbours are often of one prompt and take equally long, so they go to different workers.
         shares = [remaining[index::workers] for index in range(workers)]
         pool = [Worker(share, limits, self._report) for share in shares if share]
         try:
             while active := [worker for worker in pool if worker.calls]:
+                # The worker whose call is due first decides how long there is nothing to do.
                 patience_s = min(worker.due for worker in active) - time.monotonic()
                 timeout_s = min(max(patience_s, 0.0), POLL_S)
                 ready = wait([worker.pipe for worker in active], timeout_s)
@@ -181,10 +189,10 @@ def _settle(call: Call, verdict: Verdict) -> Verdict:
 
     It is the end of the reward's range that its weight disfavours.
     """
-    least = call.reward.low if call.weight > 0 else call.reward.high
-    if not verdict.ended_by or not math.isfinite(least):
+    lowest = call.reward.low if call.weight > 0 else call.reward.high
+    if not verdict.ended_by or not math.isfinite(lowest):
         return verdict
-    return Verdict("score", least, {verdict.ended_by: 1.0})
+    return Verdict("score", lowest, {verdict.ended_by: 1.0})
 
 
 def _combine(calls: Sequence[Call], verdicts: dict[Call, Verdict]) -> Outcome:
@@ -194,6 +202,7 @@ def _combine(calls: Sequence[Call], verdicts: dict[Call, Verdict]) -> Outcome:
     for call, verdict in zip(calls, settled):
         for part, share in verdict.parts.items():
             breakdown[f"{call.reward.name}.{part}"] = share
+    # An escape is told even where another reward failed before it.
     failures = [verdict.kind for verdict in settled if verdict.kind != "score"]
     if failures:
         return Outcome("escape" if "escape" in failures else failures[0], None, breakdown)

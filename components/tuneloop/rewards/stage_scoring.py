@@ -64,6 +64,7 @@ class ScoringStage:
                 record=self.record,
             )
         except BaseException:
+            # A judge may be slow or have a price, so what it has judged is not lost.
             self.save()
             raise
 

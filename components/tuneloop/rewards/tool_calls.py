@@ -102,8 +102,8 @@ def _is_valid_call(call: Call, schemas: Mapping[str, JsonMapping]) -> bool:
     for name, schema in schemas.items():
         if is_same_name(call.name, name):
             # JSON Schema allows any further argument, which a tool would not.
-            known = schema.get("properties", call.arguments)
-            if not call.arguments.keys() <= set(known):
+            properties = schema.get("properties", call.arguments)
+            if not call.arguments.keys() <= set(properties):
                 return False
             return is_valid(schema, call.arguments, f"the schema of the tool {name}")
     return False

@@ -108,16 +108,16 @@ class Worker:
         `PATIENCE` times as long. Its child processes count, and a program in a remote sandbox.
         """
         seconds = self._limits.seconds
-        now = time.monotonic()
+        duration_s = time.monotonic() - self._began_at
         reason = f"took more than {seconds:g} s"
         states, used_s = _read_stats(self._pid)
         if used_s - self._used_before_s >= seconds:
             return self._give_up("timeout", reason, "timeout")
         # proc(5): R runs, or would; D waits for a page.
         is_computing = not {"R", "D"}.isdisjoint(states) or find_sandbox() != PROCESS
-        if not is_computing or now - self._began_at >= PATIENCE * seconds:
+        if not is_computing or duration_s >= PATIENCE * seconds:
             return self._give_up("timeout", reason)
-        self.due = now + seconds / 4
+        self.due = time.monotonic() + seconds / 4
         return []
 
     def stop(self) -> None:

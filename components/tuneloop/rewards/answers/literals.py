@@ -22,7 +22,9 @@ RATIONAL = re.compile(rf"[-+]?(?:{_FRACTION}|\(?\d+\+(?:{_FRACTION})\)?)")
 
 
 def is_worked_out(gold: str, candidate: str, *, may_be_fraction: bool = False) -> bool:
-    """Return whether `candidate` is a number as such, where `gold` is one; else nothing is asked of it.
+    """Return whether `candidate` is a number as such, where `gold` is one.
+
+    Where it is none, every candidate will do.
 
     Args:
         gold: the gold answer in LaTeX, without unit or percent sign.

@@ -79,8 +79,11 @@ DOLLARS = re.compile(r"(?<!\\)\$")
 
 
 def normalize_notation(text: str) -> str:
-    """Return `text` in one of the ways to write it: without delimiters of formulas and spacing,
-    with one spelling for each command, mixed numbers as sums, repeating decimals as fractions."""
+    """Return `text` in one of the ways to write it.
+
+    It has no delimiters of formulas and no spacing, one spelling for each command, mixed numbers as
+    sums, and repeating decimals as fractions.
+    """
     text = text.translate(SIGN_TABLE).strip().strip("*").strip()
     if len(text) > LONGEST:
         return " ".join(text.split())
@@ -108,6 +111,7 @@ def _keep_currency(text: str) -> str:
 
 
 def _unwrap(text: str) -> str:
+    """Take delimiters of formulas and boxes off, of which some answers have several."""
     for _ in range(4):
         for wrapper in WRAPPERS:
             match = wrapper.fullmatch(text)
@@ -130,6 +134,7 @@ def is_balanced(text: str) -> bool:
 
 
 def _strip_punctuation(text: str) -> str:
+    """Take punctuation off the end, but not the last sign of a command such as ``\\;``."""
     text = text.strip()
     while text and text[-1] in ".,;:" and not text.endswith("\\" + text[-1]):
         text = text[:-1].rstrip()
@@ -137,7 +142,8 @@ def _strip_punctuation(text: str) -> str:
 
 
 def _write_repeating(match: re.Match[str]) -> str:
-    whole, fixed, repeated = match.groups()
+    """Write a decimal whose last digits repeat as a fraction: ``0.1\\overline{6}`` is 15/90."""
+    integer, fixed, repeated = match.groups()
     denominator = (10 ** len(repeated) - 1) * 10 ** len(fixed)
-    numerator = int(whole + fixed + repeated or "0") - int((whole + fixed) or "0")
+    numerator = int(integer + fixed + repeated) - int((integer + fixed) or "0")
     return rf"\frac{{{numerator}}}{{{denominator}}}"

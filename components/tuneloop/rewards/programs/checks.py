@@ -103,7 +103,7 @@ def make_stand_in(name, calls, answers):
 
 def run_tests(source, statements, functions, answered, is_collecting):
     calls = []
-    passed = []
+    successes = []
     missing = False
     space = {"__name__": "tests"}
     random.seed(0)
@@ -119,13 +119,13 @@ def run_tests(source, statements, functions, answered, is_collecting):
     for statement in statements:
         try:
             exec(compile(statement, "<test>", "exec"), space)
-            passed.append(True)
+            successes.append(True)
         except Missing:
             missing = True
-            passed.append(False)
+            successes.append(False)
         except Exception:
-            passed.append(False)
-    return json.dumps({"calls": calls, "passed": passed, "missing": missing})
+            successes.append(False)
+    return json.dumps({"calls": calls, "successes": successes, "missing": missing})
 
 
 def forgive(function):
@@ -142,7 +142,7 @@ def forgive(function):
 class CheckResult(NamedTuple):
     """Which statements of a `Check` passed, and how the program ended."""
 
-    passed: list[bool]
+    successes: list[bool]
     ending: Ending
 
 
@@ -151,12 +151,12 @@ class _TestRun(NamedTuple):
 
     Attributes:
         calls: of the program's functions, as Python.
-        passed: whether each statement passed.
+        successes: whether each statement passed.
         missing: whether a call had no result yet.
     """
 
     calls: list[str]
-    passed: list[bool]
+    successes: list[bool]
     missing: bool
 
 
@@ -183,6 +183,7 @@ def run_check(check: Check, program: str, limits: Limits) -> CheckResult:
         if collected is None or remaining_s <= 0:
             break
         share = replace(limits, seconds=remaining_s)
+        # The program starts anew for each round, so it makes all calls again.
         ending = run_in_sandbox(program, "", _write_calls(collected.calls), share)
         remaining_s -= ending.seconds
         results = _read_results(ending, len(collected.calls))
@@ -194,7 +195,7 @@ def run_check(check: Check, program: str, limits: Limits) -> CheckResult:
             break
         # Later calls may depend on results that are known only now.
         if not judged.missing:
-            return CheckResult(judged.passed, ending)
+            return CheckResult(judged.successes, ending)
     return CheckResult([False] * len(check.statements), ending)
 
 

@@ -261,9 +261,9 @@ class Filter:
         """Load the word at an offset of struct seccomp_data."""
         self.steps.append((LOAD, "", "", offset))
 
-    def jump(self, operation: int, value: int, then: str = "", otherwise: str = "") -> None:
+    def jump(self, operation: int, value: int, to: str = "", otherwise: str = "") -> None:
         """Compare the loaded word with `value`, and jump."""
-        self.steps.append((operation, then, otherwise, value))
+        self.steps.append((operation, to, otherwise, value))
 
     def end(self, action: int) -> None:
         """End the filter with an action."""
@@ -283,20 +283,20 @@ class Filter:
     def assemble(self) -> list[tuple[int, int, int, int]]:
         """Return the steps as (operation, steps to skip if it holds, if it does not, value)."""
         return [
-            (operation, self._distance(at, then), self._distance(at, otherwise), value)
-            for at, (operation, then, otherwise, value) in enumerate(self.steps)
+            (operation, self._distance(at, to), self._distance(at, otherwise), value)
+            for at, (operation, to, otherwise, value) in enumerate(self.steps)
         ]
 
     def _distance(self, at: int, label: str) -> int:
         return self.labels[label] - at - 1 if label else 0
 
 
-def build_filter(machine: str, own: int, stack: int) -> list[tuple[int, int, int, int]]:
+def build_filter(machine: str, pid: int, stack: int) -> list[tuple[int, int, int, int]]:
     """Build the filter (linux/seccomp.h, linux/filter.h).
 
     Args:
         machine: one of `ARCHITECTURES`.
-        own: the only process that may get signals.
+        pid: the only process that may get signals.
         stack: the fewest bytes of a thread's stack; glibc marks what it maps for one. Smaller stacks
             would let a program have thousands of threads.
 
@@ -306,7 +306,7 @@ def build_filter(machine: str, own: int, stack: int) -> list[tuple[int, int, int
     by_arguments = list_calls("asked", machine)
     program = Filter()
     program.load(ARCHITECTURE)
-    program.jump(EQUAL, ARCHITECTURES[machine], then="right architecture")
+    program.jump(EQUAL, ARCHITECTURES[machine], to="right architecture")
     program.end(KILL_PROCESS)
     program.mark("right architecture")
     program.load(CALL)
@@ -337,8 +337,8 @@ def build_filter(machine: str, own: int, stack: int) -> list[tuple[int, int, int
     program.end(KILL_PROCESS)
     program.mark("not clone")
 
-    allow_values(program, by_arguments["kill"], FIRST, [own])
-    allow_values(program, by_arguments["tgkill"], FIRST, [own])
+    allow_values(program, by_arguments["kill"], FIRST, [pid])
+    allow_values(program, by_arguments["tgkill"], FIRST, [pid])
     allow_values(program, by_arguments["fcntl"], SECOND, HARMLESS_FCNTL)
     allow_values(program, by_arguments["ioctl"], SECOND, HARMLESS_IOCTL)
 

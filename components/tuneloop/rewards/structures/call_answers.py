@@ -82,28 +82,31 @@ def are_expected(calls: Sequence[Call], gold: Sequence[GoldCall]) -> bool:
     """Return whether the calls are the gold calls, in any order."""
     if len(calls) != len(gold):
         return False
-    matches = [[i for i, call in enumerate(calls) if is_expected(call, one)] for one in gold]
-    taken: dict[int, int] = {}
-    return all(_find_partner(index, matches, taken, set()) for index in range(len(gold)))
+    # A loose gold call may accept several calls, so the first match need not be the right one.
+    matches = [
+        [i for i, call in enumerate(calls) if is_expected(call, expected)] for expected in gold
+    ]
+    partners: dict[int, int] = {}
+    return all(_find_partner(index, matches, partners, set()) for index in range(len(gold)))
 
 
 def _find_partner(
-    gold_index: int, matches: list[list[int]], taken: dict[int, int], tried: set[int]
+    gold_index: int, matches: list[list[int]], partners: dict[int, int], tried: set[int]
 ) -> bool:
     """Find a call for a gold call (Kuhn's algorithm): others move to another call if need be.
 
     Args:
         gold_index: of the gold call.
         matches: for each gold call the indexes of the calls that it accepts.
-        taken: index of a call → index of the gold call that has it; changed.
+        partners: index of a call → index of the gold call that has it; changed.
         tried: the calls that this search has looked at; changed.
     """
     for index in matches[gold_index]:
         if index in tried:
             continue
         tried.add(index)
-        if index not in taken or _find_partner(taken[index], matches, taken, tried):
-            taken[index] = gold_index
+        if index not in partners or _find_partner(partners[index], matches, partners, tried):
+            partners[index] = gold_index
             return True
     return False
 

@@ -76,6 +76,7 @@ def _parse_text(text: str, parameters: Mapping[str, Sequence[str]]) -> list[Call
     tagged = _take_tagged(text)
     if tagged:
         return [call for block in tagged for call in _parse_tagged(block)]
+    # Marks are looked for first: what stands around them is prose.
     if MISTRAL in text:
         return [call for part in text.split(MISTRAL)[1:] for call in _parse_mistral(part.strip())]
     if PYTHON_TAG in text:
@@ -166,6 +167,7 @@ def _parse_pythonic(text: str, parameters: Mapping[str, Sequence[str]]) -> list[
         tree = ast.parse(text.strip())
     except (SyntaxError, ValueError) as error:
         raise NotCalls(str(error)[:200]) from None
+    # Brackets and commas group calls; nothing else of Python is a call.
     expressions: list[ast.expr] = []
     for statement in tree.body:
         match statement:

@@ -36,8 +36,16 @@ JSON_TYPES = {
 
 
 def is_valid(schema: JsonMapping, value: Any, name: str) -> bool:
-    """Return whether `value` is valid by `schema`, which a message calls `name`. Raises
-    Unverifiable: it is no schema."""
+    """Return whether a value is valid by a schema.
+
+    Args:
+        schema: JSON Schema, perhaps with types as BFCL names them.
+        value: as `json.loads` returns it.
+        name: of the schema in a message.
+
+    Raises:
+        Unverifiable: it is no schema.
+    """
     return bool(_build_validator(json.dumps(schema, sort_keys=True), name).is_valid(value))
 
 
@@ -52,7 +60,7 @@ def _build_validator(schema_text: str, name: str) -> Draft202012Validator:
 
 
 def _convert_types(schema: Any) -> Any:
-    """Return a schema whose types are those of JSON Schema."""
+    """Return a schema whose types are those of JSON Schema, and in which any type has none."""
     if isinstance(schema, list):
         return [_convert_types(part) for part in schema]
     if not isinstance(schema, dict):
@@ -62,6 +70,7 @@ def _convert_types(schema: Any) -> Any:
         if key == "type" and isinstance(part, str):
             if part != "any":
                 converted[key] = JSON_TYPES.get(part, part)
+        # These hold values, in which a key `type` is no type.
         elif key in ("enum", "const", "default", "examples"):
             converted[key] = part
         else:
