@@ -9,11 +9,11 @@ that names two choices has chosen none.
 import re
 import string
 from collections.abc import Sequence
-from typing import Any
 
+from tuneloop.core.json_types import JsonObject
 from tuneloop.rewards.answers.extraction import find_final_answer
 from tuneloop.rewards.answers.notation import normalize_notation
-from tuneloop.rewards.scoring import Unverifiable
+from tuneloop.rewards.outcomes import Unverifiable
 
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 LETTER = re.compile(
@@ -23,7 +23,7 @@ BEGINS = re.compile(r"\W*[A-Z](?![\w'])")
 ANOTHER = re.compile(r"(?:\b(?:or|and)\b|[,/&]).*\(?\b[A-Z]\b|\([A-Z]\)", re.DOTALL)
 
 
-def score(completion: str, answer: str, metadata: dict[str, Any]) -> float:
+def score(completion: str, answer: str, metadata: JsonObject) -> float:
     """Return 1.0 if `completion` chooses the answer, else 0.0.
 
     Raises:
@@ -40,7 +40,7 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> float:
         return 0.0
 
 
-def write_answers(answer: str, metadata: dict[str, Any]) -> list[str]:
+def write_answers(answer: str, metadata: JsonObject) -> list[str]:
     """Write the letter in a box and in sentences."""
     letter = find_letter(answer, read_choices(metadata))
     if letter is None:
@@ -48,7 +48,7 @@ def write_answers(answer: str, metadata: dict[str, Any]) -> list[str]:
     return [f"\\boxed{{{letter}}}", f"The answer is ({letter}).", f"Answer: {letter}"]
 
 
-def read_choices(metadata: dict[str, Any]) -> list[str]:
+def read_choices(metadata: JsonObject) -> list[str]:
     """Read the choices; empty without any. Raises Unverifiable: they are no list of texts."""
     choices = metadata.get("choices") or []
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
@@ -60,6 +60,7 @@ def read_choice(completion: str, choices: Sequence[str]) -> str | None:
     """Read which letter a completion chooses; None if it chooses none."""
     final = find_final_answer(completion)
     letter = find_letter(final.text, choices)
+    # Reasons may stand before the choice, on lines of their own.
     if letter is None and final.source == "text":
         lines = final.text.splitlines()
         letter = find_letter(lines[-1], choices) if lines else None

@@ -20,26 +20,30 @@ below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64).
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
+from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.rewards.outcomes import Escape, Unverifiable
 from tuneloop.rewards.programs.checks import run_check
 from tuneloop.rewards.programs.completions import complete_program
 from tuneloop.rewards.programs.tests import Tests, read_tests
 from tuneloop.rewards.sandbox import Ending, Limits, check_sandbox, run_in_sandbox
-from tuneloop.rewards.scoring import Escape, Unverifiable
 
 LIMITS = {"seconds": 4.0, "memory_mb": 256, "output_kb": 64}
+"""The limits of a row that states none."""
 REASONS = ("error", "timeout", "memory", "output")
+"""The kinds of endings whose shares the breakdown has."""
 
 check_sandbox("rewards", "code")
 
 
 def score(
-    completion: str, answer: str, metadata: dict[str, Any]
+    completion: str, answer: str, metadata: JsonObject
 ) -> tuple[float, dict[str, float]] | None:
-    """Return the share of tests that the program in `completion` passes, and the shares of those
-    that ended by each of `REASONS`.
+    """Judge the program in `completion`.
+
+    Returns:
+        The share of tests that it passes, and the shares of those that ended by each of `REASONS`.
 
     Raises:
         Unverifiable: there are no tests, one is none, or a limit is none.
@@ -50,50 +54,57 @@ def score(
     program = complete_program(completion, tests.prompt, tests.function)
     if tests.prelude:
         program = f"{tests.prelude}\n\n{program}"
-    passed, endings = run_tests(program, tests, limits)
+    successes, endings = run_tests(program, tests, limits)
     shares = {reason: endings[reason] / tests.number for reason in REASONS}
-    return passed / tests.number, shares
+    return successes / tests.number, shares
 
 
 def run_tests(program: str, tests: Tests, limits: Limits) -> tuple[int, Counter[str]]:
     """Run all tests on a program; return how many it passes, and counts of how they ended."""
-    seconds = limits.seconds
-    passed = 0
+    remaining_s = limits.seconds
+    successes = 0
     endings: Counter[str] = Counter()
     for case in tests.cases:
-        if seconds <= 0:
+        # Later tests get no more time because earlier ones took it all.
+        if remaining_s <= 0:
             endings["timeout"] += 1
             continue
-        share = Limits(seconds, limits.memory, limits.output)
-        ending = _refuse_escape(run_in_sandbox(program, case.stdin, case.call, share))
-        seconds -= ending.seconds
+        share = replace(limits, seconds=remaining_s)
+        ending = run_in_sandbox(program, case.stdin, case.call, share)
+        _refuse_escape(ending)
+        remaining_s -= ending.seconds
         endings[ending.kind] += 1
-        passed += case.is_passed(ending)
-    if tests.check is not None and seconds > 0:
-        share = Limits(seconds, limits.memory, limits.output)
-        result = run_check(tests.check, program, share)
-        _refuse_escape(result.ending)
-        endings[result.ending.kind] += len(result.passed)
-        passed += sum(result.passed)
-    elif tests.check is not None:
+        successes += case.is_passed(ending)
+    if tests.check is None:
+        return successes, endings
+    if remaining_s <= 0:
         endings["timeout"] += len(tests.check.statements)
-    return passed, endings
+        return successes, endings
+    result = run_check(tests.check, program, replace(limits, seconds=remaining_s))
+    _refuse_escape(result.ending)
+    endings[result.ending.kind] += len(result.successes)
+    return successes + sum(result.successes), endings
 
 
-def read_limits(metadata: Mapping[str, Any]) -> Limits:
-    """Read the limits of a program. Raises Unverifiable at an unknown one, or one that is no positive
-    number."""
-    settings = {**LIMITS, **metadata.get("code", {})}
+def read_limits(metadata: JsonMapping) -> Limits:
+    """Read the limits of a program.
+
+    Raises:
+        Unverifiable: one is unknown, or no positive number.
+    """
+    settings = LIMITS | metadata.get("code", {})
     for name, value in settings.items():
         if name not in LIMITS:
             raise Unverifiable(f"metadata['code'] has {name!r}; its limits are {', '.join(LIMITS)}")
         if not isinstance(value, int | float) or value <= 0:
             raise Unverifiable(f"metadata['code'][{name!r}] is {value!r}, not a positive number")
-    memory = int(settings["memory_mb"] * 2**20)
-    return Limits(settings["seconds"], memory, int(settings["output_kb"] * 2**10))
+    return Limits(
+        seconds=settings["seconds"],
+        memory=int(settings["memory_mb"] * 2**20),
+        output=int(settings["output_kb"] * 2**10),
+    )
 
 
-def _refuse_escape(ending: Ending) -> Ending:
+def _refuse_escape(ending: Ending) -> None:
     if ending.kind == "escape":
         raise Escape(ending.door)
-    return ending

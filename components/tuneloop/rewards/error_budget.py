@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.rewards.scoring import GARBAGE, OUT_OF_RANGE, Kind, Outcome, may_pass
+from tuneloop.rewards.outcomes import GARBAGE, OUT_OF_RANGE, Kind, Outcome, may_pass
 
 REMEDIES = {
     OUT_OF_RANGE: (
@@ -44,6 +44,7 @@ def check_error_budget(stage: str, outcomes: Sequence[Outcome], budget: float) -
     story = (
         f"{len(failures)} of {len(outcomes)} completions have no score ({dict(kinds)}): {listed}"
     )
+    # Failures that occur again on the same text are not worth another attempt.
     lasting = [failure for failure in failures if not may_pass(failure)]
     if len(lasting) <= budget * len(outcomes) and len(lasting) < len(outcomes):
         remedy = "If it happens again, correct the reward"
@@ -54,6 +55,7 @@ def check_error_budget(stage: str, outcomes: Sequence[Outcome], budget: float) -
 def _find_remedy(kinds: Mapping[Kind, int], causes: Counter[str]) -> str:
     if kinds.get("escape"):
         return "read what the policy tries; escape_score teaches it not to"
+    # The remedy is for the cause of most failures.
     common = " ".join(cause for cause, _ in causes.most_common(1))
     for mark, remedy in REMEDIES.items():
         if mark in common:

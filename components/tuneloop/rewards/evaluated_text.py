@@ -3,7 +3,8 @@
 Python's `eval`, and sympy's `parse_expr`, which calls it, run any code in a text. The author of a
 completion could run code in the judge's process by them, or read the gold answer from a variable.
 The verifiers that evaluate are recognized by the names in their code, so a new task of a library is
-covered without a change here."""
+covered without a change here.
+"""
 
 import ast
 import builtins
@@ -33,13 +34,15 @@ WORD = re.compile(r"[A-Za-z][0-9A-Za-z]*")
 ATTRIBUTE = re.compile(r"\.\s*[A-Za-z(.]")
 """A dot that is not in a number."""
 SYMBOL = re.compile(r"[A-Za-z][0-9]*")
-CIRCULAR = {"sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "acot", "atan2"}
-HYPERBOLIC = {"sinh", "cosh", "tanh", "sech", "csch", "coth", "asinh", "acosh", "atanh"}
-ELEMENTARY = {"exp", "log", "ln", "sqrt", "cbrt", "root", "abs", "Abs", "sign", "factorial"}
-SPECIAL = {"erf", "erfc", "erfi", "Ei", "Si", "Ci", "li", "gamma", "binomial", "Integral"}
-NUMBERS = {"floor", "ceiling", "min", "max", "Min", "Max", "Integer", "Rational", "Float"}
-CONSTANTS = {"pi", "oo", "alpha", "beta", "theta", "phi", "mu", "omega"}
-WORDS = CIRCULAR | HYPERBOLIC | ELEMENTARY | SPECIAL | NUMBERS | CONSTANTS
+FORMULA_WORDS = """
+    sin cos tan sec csc cot asin acos atan acot atan2
+    sinh cosh tanh sech csch coth asinh acosh atanh
+    exp log ln sqrt cbrt root abs Abs sign factorial
+    erf erfc erfi Ei Si Ci li gamma binomial Integral
+    floor ceiling min max Min Max Integer Rational Float
+    pi oo alpha beta theta phi mu omega
+"""
+WORDS = frozenset(FORMULA_WORDS.split())
 """The words of a formula: functions of sympy that compute from numbers and symbols alone."""
 
 

@@ -8,8 +8,8 @@ that states two answers has none. docs/rewards.md lists what is the same answer,
 """
 
 import functools
-from typing import Any
 
+from tuneloop.core.json_types import JsonObject
 from tuneloop.rewards.answers.comparison import is_same
 from tuneloop.rewards.answers.extraction import (
     MATH,
@@ -25,7 +25,7 @@ NO_ANSWERS = ("proof", "notfound", "not found", "nan", "n/a")
 """What data sets write where a problem has no answer that can be compared."""
 
 
-def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
+def score(completion: str, answer: str, metadata: JsonObject) -> float | None:
     """Return 1.0 if the final answer of `completion` is `answer`, else 0.0; None without one."""
     gold = _read_gold(answer)
     if gold is None:
@@ -41,7 +41,7 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | Non
         return 0.0
 
 
-def write_answers(answer: str, metadata: dict[str, Any]) -> list[str]:
+def write_answers(answer: str, metadata: JsonObject) -> list[str]:
     """Write `answer` the ways in which a model would state it."""
     text = find_final_answer(answer).text.strip("*")
     is_plain = isinstance(read_answer(text), Words) and "\\" not in text
@@ -59,6 +59,7 @@ def read_final_answer(final: FinalAnswer) -> Form:
     if final.source == "box" or not _is_prose(form, final.text):
         return form
     if final.source == "statement":
+        # The sentence may go on after the formula: "The answer is $5$ because …".
         formula = MATH.match(final.text) or NUMBER.match(final.text)
         return read_answer(formula[0]) if formula else form
     expression = find_last_expression(final.text)

@@ -10,23 +10,26 @@ as it takes. What a completion may cause (500, an answer that breaks off, a time
 times: a policy must not be able to stop its own run.
 """
 
+import contextlib
 import email.utils
 import random
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from tuneloop.core.errors import print_diagnostic
+from tuneloop.core.json_types import JsonMapping
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 60.0
+"""Seconds of the first pause, which doubles each time, and of the longest."""
 LONGEST_RETRY_AFTER_S = 3600.0
-"""Seconds of the first pause, which doubles each time, of the longest, and of what a judge may want."""
+"""The longest pause that a judge may ask for."""
 REPORT_EVERY_S = 60.0
 TRIES = 4
-"""How often a call is made that may fail because of its completion: for seven seconds. Where that did
-not help, the calls that follow are made once, until one has succeeded again."""
+"""How often a call is made that may fail because of its completion: for seven seconds.
+
+Where that did not help, the calls that follow are made once, until one has succeeded again."""
 AWAY = (425, 429, 502, 503, 504)
 """Statuses of a judge that has no room, or is not there behind its proxy."""
 PASSING = (408,)
@@ -93,7 +96,7 @@ class Outage:
 
 def find_outage(error: BaseException) -> Outage | None:
     """Return the outage that an error of a reward stands for, or one behind it; None for another."""
-    errors = list(_walk(error))
+    errors = list(_walk_causes(error))
     for cause in errors:
         if isinstance(cause, RewardUnavailable):
             return Outage(cause.reason, cause.retry_after_s, is_away=True)
@@ -104,26 +107,21 @@ def find_outage(error: BaseException) -> Outage | None:
             if is_away or status >= 500 or status in PASSING:
                 return Outage(_describe(cause), _read_retry_after(cause), is_away)
             return None
-    if any(_is_named(cause, REFUSED) for cause in errors):
+    if _is_named(errors, REFUSED):
         return Outage(_describe(error), is_away=True)
-    if any(_is_named(cause, CONNECTION_ERRORS) for cause in errors):
+    if _is_named(errors, CONNECTION_ERRORS):
         return Outage(_describe(error))
     return None
 
 
 def read_status(error: BaseException) -> int | None:
     """Read the HTTP status that a client's error carries; None where it has none."""
-    response = getattr(error, "response", None)
-    sources = [
-        getattr(error, "status_code", None),
-        getattr(error, "status", None),
-        getattr(error, "code", None),
-        getattr(response, "status_code", None),
-        getattr(response, "status", None),
-    ]
-    numbers = [source for source in sources if isinstance(source, int)]
-    valid = [number for number in numbers if 100 <= number < 600]
-    return valid[0] if valid else None
+    for source in (error, getattr(error, "response", None)):
+        for name in ("status_code", "status", "code"):
+            status = getattr(source, name, None)
+            if isinstance(status, int) and 100 <= status < 600:
+                return status
+    return None
 
 
 def compute_delay(failures: int, retry_after_s: float | None) -> float:
@@ -137,47 +135,52 @@ def compute_delay(failures: int, retry_after_s: float | None) -> float:
     return max(delay_s, min(retry_after_s, LONGEST_RETRY_AFTER_S))
 
 
+@dataclass
+class _Wait:
+    since: float
+    next_report_at: float
+
+
 class OutageReport:
     """Says that rewards wait for their judges, at once and then once a minute."""
 
     def __init__(self) -> None:
-        self._since_by_reward: dict[str, float] = {}
-        self._reported_by_reward: dict[str, float] = {}
+        self._waits_by_reward: dict[str, _Wait] = {}
 
     def add_wait(self, name: str, reason: str, delay_s: float) -> None:
         """Say that the reward `name` waits `delay_s` seconds, unless that was said lately."""
-        now = time.monotonic()
-        since = self._since_by_reward.setdefault(name, now)
-        reported = self._reported_by_reward.get(name)
-        if reported is not None and now - reported < REPORT_EVERY_S:
+        time_s = time.monotonic()
+        wait = self._waits_by_reward.setdefault(name, _Wait(time_s, time_s))
+        if time_s < wait.next_report_at:
             return
-        self._reported_by_reward[name] = now
-        waited = f", for {now - since:.0f} s so far" if now - since >= 1 else ""
-        line = f"rewards: {name} is away ({reason}); asks again in {delay_s:.0f} s{waited}"
+        wait.next_report_at = time_s + REPORT_EVERY_S
+        seconds = time_s - wait.since
+        duration = f", for {seconds:.0f} s so far" if seconds >= 1 else ""
+        line = f"rewards: {name} is away ({reason}); asks again in {delay_s:.0f} s{duration}"
         print_diagnostic(line, 0)
 
     def end_wait(self, name: str) -> None:
         """Note that the reward `name` has answered."""
-        since = self._since_by_reward.pop(name, None)
-        if since is not None:
-            self._reported_by_reward.pop(name, None)
-            seconds = time.monotonic() - since
+        wait = self._waits_by_reward.pop(name, None)
+        if wait is not None:
+            seconds = time.monotonic() - wait.since
             print_diagnostic(f"rewards: {name} is back after {seconds:.0f} s", 0)
 
 
-def _walk(error: BaseException, depth: int = 0) -> Iterator[BaseException]:
+def _walk_causes(error: BaseException, depth: int = 0) -> Iterator[BaseException]:
     """Yield an error, those in its arguments and its `reason`, and those behind it."""
     yield error
     if depth == _DEEPEST:
         return
-    others = [getattr(error, "reason", None), error.__cause__ or error.__context__, *error.args]
-    for other in others:
-        if isinstance(other, BaseException):
-            yield from _walk(other, depth + 1)
+    causes = (getattr(error, "reason", None), error.__cause__ or error.__context__, *error.args)
+    for cause in causes:
+        if isinstance(cause, BaseException):
+            yield from _walk_causes(cause, depth + 1)
 
 
-def _is_named(error: BaseException, names: Collection[str]) -> bool:
-    return any(kind.__name__ in names for kind in type(error).__mro__)
+def _is_named(errors: Iterable[BaseException], names: Collection[str]) -> bool:
+    """Return whether one of `errors` is of a class with one of `names`, or of a subclass of it."""
+    return any(kind.__name__ in names for error in errors for kind in type(error).__mro__)
 
 
 def _describe(error: BaseException) -> str:
@@ -185,28 +188,26 @@ def _describe(error: BaseException) -> str:
 
 
 def _read_retry_after(error: BaseException) -> float | None:
-    """Read Retry-After of an answer: seconds, or a date (RFC 9110); openai's is in milliseconds."""
+    """Read the seconds after which an answer asks for another request; None where it does not.
+
+    Retry-After has seconds, or a date (RFC 9110); openai's retry-after-ms has milliseconds.
+    """
     headers = _read_headers(error)
     milliseconds = headers.get("retry-after-ms")
-    text = headers.get("retry-after")
-    try:
+    text = str(headers.get("retry-after"))
+    with contextlib.suppress(ValueError):
         if milliseconds is not None:
             return max(0.0, float(milliseconds) / 1000)
-        if text is None:
-            return None
         return max(0.0, float(text))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(str(text)).timestamp() - time.time())
-    except (ValueError, OverflowError):
-        return None
+    with contextlib.suppress(ValueError, OverflowError):
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    return None
 
 
-def _read_headers(error: BaseException) -> Mapping[str, Any]:
+def _read_headers(error: BaseException) -> JsonMapping:
     """Return the headers of an error's answer, by their names in lower case."""
-    headers = getattr(error, "headers", None)
-    if headers is None:
-        headers = getattr(getattr(error, "response", None), "headers", None)
-    items = getattr(headers, "items", None)
-    return {str(name).lower(): value for name, value in items()} if callable(items) else {}
+    for source in (error, getattr(error, "response", None)):
+        items = getattr(getattr(source, "headers", None), "items", None)
+        if callable(items):
+            return {str(name).lower(): value for name, value in items()}
+    return {}

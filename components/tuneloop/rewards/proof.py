@@ -9,27 +9,14 @@ its own a row is proved by these alone: what the data set states need not be a c
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
 
-from tuneloop.rewards.scoring import (
-    Outcome,
-    Row,
-    compute_full_marks,
-    find_reward,
-    parse_spec,
-    score_all,
-)
+from tuneloop.core.json_types import JsonObject
+from tuneloop.rewards.outcomes import Outcome, Row
+from tuneloop.rewards.registry import compute_full_marks, find_reward, parse_spec
+from tuneloop.rewards.scoring import score_all
 
 SHOWN = 60
 """Characters of an answer and of a completion that a message shows."""
-
-
-class _Trial(NamedTuple):
-    """A completion that has to earn full marks, of the row `row_index`."""
-
-    row_index: int
-    completion: str
-    rewards: Mapping[str, float]
 
 
 def prove_answers(
@@ -47,58 +34,61 @@ def prove_answers(
         progress: see `score_all`.
     """
     troubles: list[str | None] = [None] * len(rows)
-    trials: list[_Trial] = []
-    for index, row in enumerate(rows):
+    trials: list[Row] = []
+    row_numbers: list[int] = []
+    for number, row in enumerate(rows):
         try:
-            trials += _list_trials(index, row, rewards)
+            trials_of_row = _list_trials(row, rewards)
         except Exception as error:
             # The reward cannot write down this answer, so it could not read it either.
-            troubles[index] = f"{_show(row['answer'])}: {type(error).__name__}: {error}"[:300]
-    judged = [_build_row(trial, rows[trial.row_index]) for trial in trials]
-    outcomes = score_all(judged, timeout_s=timeout_s, punish=False, progress=progress)
-    for trial, outcome in zip(trials, outcomes):
-        if troubles[trial.row_index] is None:
-            troubles[trial.row_index] = _describe_failure(trial, outcome, rows[trial.row_index])
+            troubles[number] = f"{_show(row['answer'])}: {type(error).__name__}: {error}"[:300]
+            continue
+        trials += trials_of_row
+        row_numbers += [number] * len(trials_of_row)
+    outcomes = score_all(trials, timeout_s=timeout_s, punish=False, progress=progress)
+    for number, trial, outcome in zip(row_numbers, trials, outcomes):
+        if troubles[number] is None:
+            troubles[number] = _describe_failure(trial, outcome)
     return troubles
 
 
-def _list_trials(index: int, row: Row, rewards: Mapping[str, float]) -> list[_Trial]:
-    """List the completions that prove the answer of a row."""
-    metadata: dict[str, Any] = json.loads(row["metadata"] or "{}")
-    trials: list[_Trial] = []
+def _list_trials(row: Row, rewards: Mapping[str, float]) -> list[Row]:
+    """List completions that prove the answer of a row, as rows that `score_all` takes."""
+    metadata: JsonObject = json.loads(row["metadata"] or "{}")
+    completions: list[tuple[str, Mapping[str, float]]] = []
     unwritten: dict[str, float] = {}
     for name, weight in rewards.items():
         write_answers = find_reward(name).write_answers
         if write_answers is None:
             unwritten[name] = weight
             continue
-        completions = write_answers(row["answer"], metadata)
-        trials += [_Trial(index, completion, {name: weight}) for completion in completions]
+        spec = {name: weight}
+        completions += [(text, spec) for text in write_answers(row["answer"], metadata)]
     has_solution = row["solution"] is not None and row["solution"] != row["answer"]
     proved_by_solution = rewards if has_solution else unwritten
     if proved_by_solution:
-        trials.append(_Trial(index, row["solution"], proved_by_solution))
-    return trials
+        completions.append((row["solution"], proved_by_solution))
+    return [
+        {
+            "completion": completion,
+            "answer": row["answer"],
+            "metadata": row["metadata"],
+            "reward_spec": json.dumps(spec, sort_keys=True),
+        }
+        for completion, spec in completions
+    ]
 
 
-def _build_row(trial: _Trial, row: Row) -> Row:
-    return {
-        "completion": trial.completion,
-        "answer": row["answer"],
-        "metadata": row["metadata"],
-        "reward_spec": json.dumps(trial.rewards, sort_keys=True),
-    }
-
-
-def _describe_failure(trial: _Trial, outcome: Outcome, row: Row) -> str | None:
+def _describe_failure(trial: Row, outcome: Outcome) -> str | None:
     """Describe why a completion has no full marks; None if it has."""
-    full_marks = compute_full_marks(parse_spec(json.dumps(trial.rewards)))
+    full_marks = compute_full_marks(parse_spec(trial["reward_spec"]))
     if outcome.score is not None and math.isclose(outcome.score, full_marks):
         return None
     result = outcome.score if outcome.outcome == "score" else outcome.outcome
     # The bare answer needs no second mention.
-    how = "" if trial.completion == row["answer"] else f" as {trial.completion[:SHOWN]!r}"
-    return f"{_show(row['answer'])}{how} scored {result} {outcome.breakdown}"
+    is_bare = trial["completion"] == trial["answer"]
+    statement = "" if is_bare else f" as {trial['completion'][:SHOWN]!r}"
+    return f"{_show(trial['answer'])}{statement} scored {result} {outcome.breakdown}"
 
 
 def _show(answer: str) -> str:

@@ -1,21 +1,27 @@
-"""The verifier of the reasoning_gym task that a prompt came from. ``metadata["reasoning_gym"]``, which the source of
-the same name writes, has the task, its config, and the entry that the verifier compares with.
+"""The verifier of the reasoning_gym task that a prompt came from.
 
-Some verifiers evaluate the completion as Python or sympy (`tuneloop.rewards.evaluated_text`). They get only text that
-runs no code; any other is to them a text that cannot be read."""
+``metadata["reasoning_gym"]``, which the source of the same name writes, has the task, its config,
+and the entry that the verifier compares with.
+
+Some verifiers evaluate the completion as Python or sympy (`tuneloop.rewards.evaluated_text`). They
+get only text that runs no code; any other is to them a text that cannot be read.
+"""
 
 import functools
 import json
 from collections.abc import Callable
-from typing import Any
 
 import reasoning_gym
 
-from tuneloop.rewards.evaluated_text import find_evaluations
+from tuneloop.core.json_types import JsonObject
+from tuneloop.rewards.evaluated_text import Evaluation, find_evaluations
 
 
-def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
-    """Return the task's own score of the stripped completion, 0 to 1; None for a prompt from elsewhere."""
+def score(completion: str, answer: str, metadata: JsonObject) -> float | None:
+    """Return the task's own score of the stripped completion, from 0 to 1.
+
+    A prompt from elsewhere has none.
+    """
     task = metadata.get("reasoning_gym")
     if task is None:
         return None
@@ -28,18 +34,17 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | Non
 
 
 @functools.lru_cache(maxsize=64)
-def _find_verifier(task: str, config: str) -> Callable[[str, dict[str, Any]], float]:
+def _find_verifier(task: str, config: str) -> Callable[[str, JsonObject], float]:
     """Find a task's verifier, which judges harmless text only."""
     dataset = reasoning_gym.create_dataset(task, seed=0, size=1, **json.loads(config))
+    verifiers = [dataset]
     # A composite task hands the text to one of its parts.
-    verifiers = [dataset, *getattr(dataset, "datasets", {}).values()]
-    evaluations = {
-        evaluation
-        for part in verifiers
-        for evaluation in find_evaluations(part.score_answer, type(part))
-    }
+    verifiers += getattr(dataset, "datasets", {}).values()
+    evaluations: set[Evaluation] = set()
+    for verifier in verifiers:
+        evaluations.update(find_evaluations(verifier.score_answer, type(verifier)))
 
-    def judge_text(text: str, entry: dict[str, Any]) -> float:
+    def judge_text(text: str, entry: JsonObject) -> float:
         for evaluation in evaluations:
             text = evaluation.keep_harmless(text)
         return float(dataset.score_answer(text, entry))

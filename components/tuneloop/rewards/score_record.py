@@ -1,47 +1,47 @@
-"""What rewards have said in earlier attempts of a stage, so that no judge is asked twice.
+"""The verdicts of a stage's earlier attempts, so that no judge is asked twice.
 
 ``scores.jsonl`` in a resume point has a line for each call of a reward that ended in a verdict of
 its own: the row's number, the reward, the xxh3-64 of what it was given, and the verdict.
 """
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import xxhash
+
+from tuneloop.rewards.outcomes import Verdict
+from tuneloop.rewards.registry import Call
 
 FILE = "scores.jsonl"
 FINAL = ("score", "unverifiable", "escape")
 """Kinds of verdicts that are kept. The others may be scores in another attempt."""
-Verdict = Sequence[Any]
-"""Kind, value, parts, and what the completion did to its judge, as JSON has them."""
+Key = tuple[int, str, str]
+"""The row's number, the reward with the digest of its code, and the digest of the texts."""
 
 
 class ScoreRecord:
     """The verdicts of a stage's rewards, of all attempts."""
 
     def __init__(self) -> None:
-        self._verdicts: dict[tuple[int, str, str], Verdict] = {}
+        self._verdicts: dict[Key, Verdict] = {}
 
     def __len__(self) -> int:
         return len(self._verdicts)
 
-    def find(self, row_number: int, row: Mapping[str, Any], name: str) -> Verdict | None:
-        """Return what the reward `name` said of these very texts; None if it was not asked."""
-        return self._verdicts.get((row_number, name, _hash_row(row)))
+    def find(self, call: Call) -> Verdict | None:
+        """Return what this very code decided on these very texts; None if it was not asked."""
+        return self._verdicts.get(_build_key(call))
 
-    def add(self, row_number: int, row: Mapping[str, Any], name: str, verdict: Verdict) -> None:
-        """Add what the reward `name` said of a row, unless another attempt may get a score."""
-        kind = verdict[0]
-        if kind in FINAL:
-            self._verdicts[row_number, name, _hash_row(row)] = verdict
+    def add(self, call: Call, verdict: Verdict) -> None:
+        """Add the verdict of a call, unless another attempt may get a score."""
+        if verdict.kind in FINAL:
+            self._verdicts[_build_key(call)] = verdict
 
     def write(self, directory: Path) -> None:
         """Write all verdicts to a directory."""
         with (directory / FILE).open("w") as file:
-            for (row_number, name, digest), verdict in sorted(self._verdicts.items()):
-                file.write(json.dumps([row_number, name, digest, *verdict]) + "\n")
+            for key, verdict in sorted(self._verdicts.items()):
+                file.write(json.dumps(key + verdict) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "ScoreRecord":
@@ -49,10 +49,13 @@ class ScoreRecord:
         record = cls()
         for line in path.read_text().splitlines():
             row_number, name, digest, *verdict = json.loads(line)
-            record._verdicts[row_number, name, digest] = verdict
+            record._verdicts[row_number, name, digest] = Verdict(*verdict)
         return record
 
 
-def _hash_row(row: Mapping[str, Any]) -> str:
-    texts = [row["completion"], row["answer"], row["metadata"]]
-    return xxhash.xxh3_64_hexdigest(json.dumps(texts).encode(errors="surrogatepass"))
+def _build_key(call: Call) -> Key:
+    row = call.row
+    texts = json.dumps([row["completion"], row["answer"], row["metadata"]])
+    # A completion that was cut may hold half of a surrogate pair.
+    digest = xxhash.xxh3_64_hexdigest(texts.encode(errors="surrogatepass"))
+    return call.row_number, f"{call.reward.name} {call.reward.source}", digest

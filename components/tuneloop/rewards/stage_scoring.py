@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from tuneloop.core.context import Stage
 from tuneloop.core.errors import Retryable
 from tuneloop.rewards.error_budget import check_error_budget
+from tuneloop.rewards.outcomes import Outcome, Row
 from tuneloop.rewards.score_record import FILE, ScoreRecord
-from tuneloop.rewards.scoring import Outcome, Row, score_all
+from tuneloop.rewards.scoring import score_all
 
 SAVE_EVERY_S = 60.0
 """Seconds between two resume points, in case the process is killed."""
@@ -63,6 +64,7 @@ class ScoringStage:
                 record=self.record,
             )
         except BaseException:
+            # A judge may be slow or have a price, so what it has judged is not lost.
             self.save()
             raise
 

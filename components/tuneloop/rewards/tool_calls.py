@@ -7,10 +7,10 @@ no tool should be called; without an answer any valid calls are right. `structur
 formats in which a completion may write them.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from tuneloop.rewards.scoring import Unverifiable
+from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.rewards.outcomes import Unverifiable
 from tuneloop.rewards.structures.call_answers import (
     are_expected,
     build_calls,
@@ -19,13 +19,16 @@ from tuneloop.rewards.structures.call_answers import (
     write_json,
 )
 from tuneloop.rewards.structures.calls import Call, parse_calls
-from tuneloop.rewards.structures.json_text import NotJson, parse_json
+from tuneloop.rewards.structures.json_text import read_json_field
 from tuneloop.rewards.structures.schemas import is_valid
 
 
-def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float, dict[str, float]]:
-    """Return 1.0 if `completion` makes the right calls, else 0.0; and whether it makes calls
-    (`parsed`), and all of tools that there are, with arguments that their schemas allow (`valid`).
+def score(completion: str, answer: str, metadata: JsonObject) -> tuple[float, dict[str, float]]:
+    """Judge the calls of `completion`.
+
+    Returns:
+        1.0 if it makes the right calls, else 0.0; and whether it makes calls (`parsed`), and all of
+        tools that there are, with arguments that their schemas allow (`valid`).
 
     Raises:
         Unverifiable: there are neither tools nor an answer, or they are not what they should be.
@@ -53,7 +56,7 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
     return float(right), {"parsed": 1.0, "valid": float(valid)}
 
 
-def write_answers(answer: str, metadata: dict[str, Any]) -> list[str]:
+def write_answers(answer: str, metadata: JsonObject) -> list[str]:
     """Write the gold calls as Hermes and OpenAI do."""
     gold = read_gold_calls(answer)
     if gold is None:
@@ -63,40 +66,44 @@ def write_answers(answer: str, metadata: dict[str, Any]) -> list[str]:
         return ["None of these tools can do that."]
     tagged = "\n".join(f"<tool_call>\n{write_json(call)}\n</tool_call>" for call in calls)
     functions = [
-        {"type": "function", "function": {**call, "arguments": write_json(call["arguments"])}}
+        {"type": "function", "function": call | {"arguments": write_json(call["arguments"])}}
         for call in calls
     ]
     return [tagged, write_json(functions)]
 
 
-def read_schemas(metadata: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def read_schemas(metadata: JsonMapping) -> dict[str, JsonMapping]:
     """Read the schemas of the tools' arguments, by the names of the tools; empty without tools.
-    Raises Unverifiable: one has no name, or its parameters are no schema."""
-    tools = metadata.get("tools") or []
-    if isinstance(tools, str):
-        try:
-            tools = parse_json(tools)
-        except NotJson as error:
-            raise Unverifiable(f"metadata['tools'] is no JSON: {error}") from None
+
+    Raises:
+        Unverifiable: a tool has no name, or its parameters are no schema.
+    """
+    tools = read_json_field(metadata, "tools") or []
     if not isinstance(tools, list):
         raise Unverifiable(f"metadata['tools'] is no list: {tools!r:.80}")
-    schemas: dict[str, Mapping[str, Any]] = {}
+    schemas: dict[str, JsonMapping] = {}
     for number, tool in enumerate(tools):
-        described = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(described, dict) or not isinstance(described.get("name"), str):
-            raise Unverifiable(f"metadata['tools'][{number}] has no name: {tool!r:.80}")
-        parameters = described.get("parameters") or {"type": "object"}
+        match tool:
+            case {"function": {"name": str(name)} as description}:
+                pass
+            case {"name": str(name)} as description if "function" not in tool:
+                pass
+            case _:
+                raise Unverifiable(f"metadata['tools'][{number}] has no name: {tool!r:.80}")
+        parameters = description.get("parameters") or {"type": "object"}
         if not isinstance(parameters, dict):
             raise Unverifiable(f"metadata['tools'][{number}] has parameters that are no schema")
-        schemas[described["name"]] = parameters
+        schemas[name] = parameters
     return schemas
 
 
-def _is_valid_call(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> bool:
+def _is_valid_call(call: Call, schemas: Mapping[str, JsonMapping]) -> bool:
     """Return whether a tool of this name has these arguments, required ones included."""
     for name, schema in schemas.items():
         if is_same_name(call.name, name):
-            known: Sequence[str] = list(schema.get("properties", {}))
-            is_known = "properties" not in schema or call.arguments.keys() <= set(known)
-            return is_known and is_valid(schema, call.arguments, f"the schema of the tool {name}")
+            # JSON Schema allows any further argument, which a tool would not.
+            properties = schema.get("properties", call.arguments)
+            if not call.arguments.keys() <= set(properties):
+                return False
+            return is_valid(schema, call.arguments, f"the schema of the tool {name}")
     return False

@@ -211,8 +211,8 @@ def test_a_program_that_can_not_be_shut_in_is_not_run(
     without(
         monkeypatch,
         tmp_path,
-        "CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444",
-        "CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 9999",
+        "CREATE_RULESET = 444",
+        "CREATE_RULESET = 9999",
     )
     ran = tmp_path / "ran"
     with pytest.raises(

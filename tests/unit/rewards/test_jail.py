@@ -86,14 +86,14 @@ def test_a_call_is_decided_by_its_name_on_both_architectures() -> None:
 def test_the_filter_is_the_recorded_one_byte_for_byte(machine: str) -> None:
     """A line of the file is struct sock_filter in hexadecimal. The bytes were recorded when jumps were counted by hand:
     a change of the filter shows here."""
-    steps = jail.build_filter(machine, own=4321, stack=8 << 20)
+    steps = jail.build_filter(machine, pid=4321, stack=8 << 20)
     recorded = Path(__file__).with_name(f"seccomp_{machine}.txt").read_text().splitlines()
     assert [struct.pack("=HBBI", *step).hex() for step in steps] == recorded
 
 
 def test_a_jump_leads_to_its_label() -> None:
     program = jail.Filter()
-    program.jump(jail.EQUAL, 7, then="yes", otherwise="no")
+    program.jump(jail.EQUAL, 7, to="yes", otherwise="no")
     program.end_if(jail.HAS_BITS, 1, jail.ALLOW)
     program.mark("no")
     program.end(jail.KILL_PROCESS)
@@ -199,7 +199,7 @@ def test_a_program_whose_judge_has_ended_already_is_not_run(tmp_path: Path) -> N
     source.write_text(json.dumps({"program": "print('ran')", "call": None}))
     notes, written = os.pipe()
     with source.open() as opened:
-        about = json.loads(sandbox._about(opened.fileno(), written, str(tmp_path), LIMITS))
+        about = sandbox._build_options(opened.fileno(), written, str(tmp_path), LIMITS)
         about["parent"] = 1
         done = subprocess.run(
             [sys.executable, "-I", "-S", str(sandbox.JAIL), json.dumps(about)],

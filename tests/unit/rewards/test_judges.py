@@ -1,5 +1,6 @@
 """Judges that are away, have no room, answer nonsense, or fail for one completion."""
 
+import dataclasses
 import importlib.util
 import json
 import threading
@@ -21,6 +22,7 @@ from tuneloop.core.artifacts import Draft
 from tuneloop.core.errors import EXIT_USER, Interrupted, Retryable, UserError
 from tuneloop.rewards import RewardUnavailable, outages
 from tuneloop.rewards.outages import compute_delay, find_outage
+from tuneloop.rewards.registry import Call, find_reward
 from tuneloop.rewards.score_record import ScoreRecord
 from tuneloop.rewards.scoring import Outcome, score_all
 from tuneloop.stages.reward import reward
@@ -168,7 +170,9 @@ def test_what_was_scored_is_not_asked_again(judge: Judge, tmp_path: Path) -> Non
     changed = [build_row("another"), *rows[1:]]
     score(changed, record=again)
     assert judge.questions[-1] == "another"
-    assert again.find(0, rows[1], f"{ASK} ") is None
+    of_other_code = dataclasses.replace(find_reward(ASK), source="")
+    assert again.find(Call(0, rows[0], find_reward(ASK), 1.0)) is not None
+    assert again.find(Call(0, rows[0], of_other_code, 1.0)) is None
 
 
 def test_failures_are_asked_about_again(judge: Judge) -> None:
@@ -297,8 +301,6 @@ def test_which_errors_mean_that_a_judge_is_away(error: Exception, is_away: bool 
 
 def test_trusted_rewards_wait_as_well(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are called by the stage itself."""
-    from tuneloop.rewards.scoring import find_reward
-
     judge.answer = lambda number, _: TOO_MANY if number <= 3 else good()
     monkeypatch.setattr(judges.ask_with_urllib, "TRUSTED", True, raising=False)
     find_reward.cache_clear()

@@ -208,6 +208,7 @@ def test_nothing_to_score() -> None:
         ({"exact": math.inf}, "rewards.exact", "must be a finite number"),
         ({"exact": "1"}, "rewards.exact", "must be a finite number"),
         ({"exact": True}, "rewards.exact", "must be a finite number"),
+        ({"exact": 10**400}, "rewards.exact", "must be a finite number"),
         ([], "rewards", "must name at least one reward"),
         ("exact", "rewards", "must name at least one reward"),
     ],

@@ -1,49 +1,53 @@
 """Find where brackets close, and split text outside of them."""
 
+import re
+
 CLOSING = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
 """Opening bracket → the one that closes it."""
+LEVELS = dict.fromkeys(CLOSING, 1) | dict.fromkeys(CLOSING.values(), -1) | {"{": 1, "}": -1}
+"""Bracket → how it changes the depth."""
+TOKEN = re.compile("|".join(map(re.escape, LEVELS)) + r"|\\?.", re.DOTALL)
+"""A bracket, or a sign. A sign after a backslash is no bracket by itself."""
 
 
 def closes_at_end(text: str) -> bool:
     """Return whether the bracket that opens `text` closes at its end."""
     level = 0
-    position = 0
-    while position < len(text):
-        for bracket in (*CLOSING, *CLOSING.values(), "{", "}"):
-            if text.startswith(bracket, position):
-                level += 1 if bracket in CLOSING or bracket == "{" else -1
-                position += len(bracket)
-                break
-        else:
-            position += 2 if text[position] == "\\" else 1
+    for token in TOKEN.finditer(text):
+        level += LEVELS.get(token[0], 0)
         if level == 0:
-            return position >= len(text)
+            return token.end() == len(text)
     return False
 
 
 def split_outside_brackets(text: str, separators: tuple[str, ...]) -> list[str]:
-    """Split `text` at separators that stand in no bracket; do not split where brackets do not
-    match."""
+    """Split a text at separators that stand in no bracket.
+
+    Args:
+        text: LaTeX.
+        separators: signs, or commands such as ``\\cup``.
+
+    Returns:
+        The parts; all of `text` where brackets do not match.
+    """
+    # A command that is only the beginning of a longer one separates nothing.
+    separator = "|".join(
+        re.escape(name) + (r"(?![^\W\d_])" if name.startswith("\\") else "") for name in separators
+    )
     parts: list[str] = []
     level = 0
     begin = 0
-    position = 0
-    while position < len(text):
-        separator = next((one for one in separators if text.startswith(one, position)), None)
-        if level == 0 and separator is not None and not _goes_on(text, position, separator):
-            parts.append(text[begin:position])
-            position += len(separator)
-            begin = position
-            continue
-        step = 2 if text[position] == "\\" and position + 1 < len(text) else 1
-        sign = text[position + step - 1]
-        if sign in "([{":
+    for token in re.finditer(rf"({separator})|\\?.", text, re.DOTALL):
+        sign = token[0][-1]
+        if token[1] and level == 0:
+            parts.append(text[begin : token.start()])
+            begin = token.end()
+        elif sign in "([{":
             level += 1
         elif sign in ")]}":
             level -= 1
             if level < 0:
                 return [text]
-        position += step
     parts.append(text[begin:])
     return parts if level == 0 else [text]
 
@@ -59,9 +63,3 @@ def measure_depth(text: str) -> int:
         elif sign in ")]}":
             level -= 1
     return deepest
-
-
-def _goes_on(text: str, position: int, separator: str) -> bool:
-    """Return whether `separator`, a command, is only the beginning of a longer one."""
-    end = position + len(separator)
-    return separator.startswith("\\") and text[end : end + 1].isalpha()

@@ -1,7 +1,7 @@
 """Find the final answer that a completion states: a box, "The answer is …", or its last expression."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,11 +72,10 @@ def find_last_expression(text: str) -> str | None:
     text = text[-TAIL:]
     formulas = list(MATH.finditer(text))
     if formulas:
-        last = len(formulas) - 1
-        while last > 0 and _are_joined(text, formulas[last - 1].end(), formulas[last].start()):
-            last -= 1
-        parts = [next(filter(None, formula.groups())) for formula in formulas[last:]]
-        return ", ".join(dict.fromkeys(part.strip() for part in parts))
+        first = _find_first_joined(text, [formula.span() for formula in formulas])
+        # One group of each match is the formula, by its delimiters.
+        parts = [next(filter(None, formula.groups())).strip() for formula in formulas[first:]]
+        return ", ".join(dict.fromkeys(parts))
     numbers = NUMBER.findall(text)
     return numbers[-1] if numbers else None
 
@@ -118,12 +117,18 @@ def _find_last_boxes(text: str) -> str | None:
     boxes = list(iterate_boxes(text))
     if not boxes:
         return None
-    first = len(boxes) - 1
-    while first > 0 and _are_joined(text, boxes[first - 1][1], boxes[first][0]):
-        first -= 1
+    first = _find_first_joined(text, [(start, end) for start, end, _ in boxes])
     # The same box, repeated, is one answer.
     contents = dict.fromkeys(content.strip() for _, _, content in boxes[first:])
     return ", ".join(contents)
+
+
+def _find_first_joined(text: str, spans: Sequence[tuple[int, int]]) -> int:
+    """Return the index of the first of the spans that state one answer with the last one."""
+    first = len(spans) - 1
+    while first > 0 and _are_joined(text, spans[first - 1][1], spans[first][0]):
+        first -= 1
+    return first
 
 
 def _are_joined(text: str, start: int, end: int) -> bool:
@@ -136,15 +141,11 @@ def _find_last_statement(text: str) -> str | None:
     if not statements:
         return None
     remainder = text[statements[-1].end() :].lstrip()
+    # A sentence does not end within a formula. Units and a second answer may follow it.
+    end = 0
     formula = MATH.match(remainder)
-    if formula is not None:
+    while formula is not None and _are_joined(remainder, end, formula.start()):
         end = formula.end()
-        while (following := MATH.search(remainder, end)) and _are_joined(
-            remainder, end, following.start()
-        ):
-            end = following.end()
-        # Units and a second answer may follow the formula in the same sentence.
-        sentence = SENTENCE_END.search(remainder, end)
-        return remainder[: sentence.start() if sentence else None].strip(" *_")
-    sentence = SENTENCE_END.search(remainder)
+        formula = MATH.search(remainder, end)
+    sentence = SENTENCE_END.search(remainder, end)
     return remainder[: sentence.start() if sentence else None].strip(" *_")

@@ -99,26 +99,31 @@ class Value:
     is_percent: bool = False
 
 
+LEAST = Value(r"-\infty")
+GREATEST = Value(r"\infty")
+"""The bounds of what has none."""
+
+
 @dataclass(frozen=True)
 class Several:
-    r"""Answers that are all stated, in any order: ``1, 2``, ``x = 1 or x = 2``, ``\{1, 2\}``."""
+    r"""Answers that are all stated, in any order: ``1, 2``, ``x = 1 or x = 2``, ``\{1, 2\}``.
+
+    The parts of a union of intervals or sets are such answers, too.
+    """
 
     items: tuple["Form", ...]
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """Items in their order between two brackets (a tuple, an interval), or of a ratio or matrix."""
+    """Items in their order, between two marks that say what they are.
+
+    The marks are the brackets of a tuple or an interval. Of a ratio, a matrix, an inequality, a
+    number with its base, or a time, `opening` names the kind, and `closing` is empty.
+    """
 
     opening: str
     closing: str
-    items: tuple["Form", ...]
-
-
-@dataclass(frozen=True)
-class Union:
-    """A union of intervals or sets, in any order."""
-
     items: tuple["Form", ...]
 
 
@@ -135,22 +140,10 @@ class Chain:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The values that inequalities leave to one variable; None: no bound on that side."""
+    """The interval that inequalities leave to one variable, perhaps up to infinity."""
 
     name: str
-    lower: "Form | None"
-    is_lower_open: bool
-    upper: "Form | None"
-    is_upper_open: bool
-
-
-@dataclass(frozen=True)
-class Inequality:
-    """``left < right``, or ``left <= right`` unless `is_strict`."""
-
-    left: Value
-    right: Value
-    is_strict: bool
+    interval: Ordered
 
 
 @dataclass(frozen=True)
@@ -160,7 +153,7 @@ class Writing:
     text: str
 
 
-Form = Words | Value | Several | Ordered | Union | Chain | Bounds | Inequality | Writing
+Form = Words | Value | Several | Ordered | Chain | Bounds | Writing
 
 
 def read_answer(text: str) -> Form:
@@ -217,7 +210,7 @@ def _read_several(text: str, depth: int) -> Form | None:
     parts = [part for part in split_outside_brackets(joined, (",", ";")) if part.strip()]
     if len(parts) < 2 or _is_one_number(text):
         return None
-    return Several(tuple(_read(part, depth - 1) for part in parts))
+    return Several(_read_items(parts, depth))
 
 
 def _is_one_number(text: str) -> bool:
@@ -229,36 +222,52 @@ def _read_union(text: str, depth: int) -> Form | None:
     parts = split_outside_brackets(text, (r"\cup",))
     if len(parts) < 2:
         return None
-    return Union(tuple(_read(part, depth - 1) for part in parts))
+    return Several(_read_items(parts, depth))
 
 
 def _read_inequality(text: str, depth: int) -> Form | None:
     pieces = [piece.strip() for piece in RELATION.split(text)]
     if len(pieces) < 3:
         return None
-    sides = [_read_value(side) for side in pieces[::2]]
+    writing = Writing(remove_spaces(text))
     signs = pieces[1::2]
-    if "=" in text or not all(isinstance(side, Value) for side in sides):
-        return Writing(remove_spaces(text))
-    rising = [sign in ("<", r"\le") for sign in signs]
-    strict = [sign in ("<", ">") for sign in signs]
-    if not any(rising):
-        sides.reverse()
-        strict.reverse()
-    elif not all(rising):
-        return Writing(remove_spaces(text))
-    # From here on every sign is < or <=.
-    names = [isinstance(side, Value) and _is_name(side) for side in sides]
-    match (names, sides):
-        case ([True, False], [Value(latex=name), upper]):
-            return Bounds(name, None, True, upper, strict[0])
-        case ([False, True], [lower, Value(latex=name)]):
-            return Bounds(name, lower, strict[0], None, True)
-        case ([False, True, False], [lower, Value(latex=name), upper]):
-            return Bounds(name, lower, strict[0], upper, strict[1])
-        case (_, [Value() as left, Value() as right]):
-            return Inequality(left, right, strict[0])
-    return Writing(remove_spaces(text))
+    sides = [_read_value(side) for side in pieces[::2]]
+    values = [side for side in sides if isinstance(side, Value)]
+    directions = {sign in ("<", r"\le") for sign in signs}
+    if "=" in text or len(values) < len(sides) or len(directions) > 1:
+        return writing
+    is_open = [sign in ("<", ">") for sign in signs]
+    # `3 > x` states what `x < 3` does.
+    if directions == {False}:
+        values.reverse()
+        is_open.reverse()
+    return _read_bounds(values, is_open) or writing
+
+
+def _read_bounds(values: list[Value], is_open: list[bool]) -> Form | None:
+    """Read rising values, of which a variable's name makes bounds; None where they say neither.
+
+    Args:
+        values: two or more.
+        is_open: whether each sign between two values leaves out that they are equal.
+    """
+    match [_is_name(value) for value in values]:
+        case [True, False]:
+            values = [LEAST, *values]
+            is_open = [True, *is_open]
+        case [False, True]:
+            values = [*values, GREATEST]
+            is_open = [*is_open, True]
+        case [False, True, False]:
+            pass
+        case [_, _]:
+            return Ordered("<" if is_open[0] else "<=", "", tuple(values))
+        case _:
+            return None
+    lower, variable, upper = values
+    opening = "(" if is_open[0] else "["
+    closing = ")" if is_open[1] else "]"
+    return Bounds(variable.latex, Ordered(opening, closing, (lower, upper)))
 
 
 def _is_name(side: Value) -> bool:

@@ -1,8 +1,8 @@
 r"""Whether an answer is worked out: a number as such, and not the sum that the question asks for.
 
 A completion that repeats ``23 + 45`` states something equal to 68 and has not computed it. A gold
-answer that is a number is answered by a number: ``68``, ``68.0`` or ``6.8 \times 10^1``. A fraction,
-a decimal or a mixed number may be answered by any of the three.
+answer that is a number is answered by a number: ``68``, ``68.0`` or ``6.8 \times 10^1``. A
+fraction, a decimal or a mixed number may be answered by any of the three.
 """
 
 import re
@@ -10,7 +10,10 @@ import re
 from tuneloop.rewards.answers.notation import remove_spaces
 
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
-_FRACTION = rf"\\[dt]?frac\{{[-+]?{_NUMBER}\}}\{{[-+]?{_NUMBER}\}}|\\[dt]?frac\s?\d\s?\d|{_NUMBER}/{_NUMBER}"
+_FRACTION = (
+    rf"\\[dt]?frac\{{[-+]?{_NUMBER}\}}\{{[-+]?{_NUMBER}\}}"
+    rf"|\\[dt]?frac\s?\d\s?\d|{_NUMBER}/{_NUMBER}"
+)
 _POWER_OF_TEN = r"(?:\\times|\\cdot|\*)\s?10(?:\^|\*\*)\{?-?\d+\}?"
 
 INTEGER = re.compile(r"[-+]?\d+(?:\.0*)?")
@@ -18,21 +21,23 @@ DECIMAL = re.compile(rf"[-+]?{_NUMBER}(?:{_POWER_OF_TEN})?")
 RATIONAL = re.compile(rf"[-+]?(?:{_FRACTION}|\(?\d+\+(?:{_FRACTION})\)?)")
 
 
-def is_worked_out(gold: str, other: str, *, may_be_fraction: bool = False) -> bool:
-    """Return whether `other` is a number as such, where `gold` is one; else nothing is asked of it.
+def is_worked_out(gold: str, candidate: str, *, may_be_fraction: bool = False) -> bool:
+    """Return whether `candidate` is a number as such, where `gold` is one.
+
+    Where it is none, every candidate will do.
 
     Args:
         gold: the gold answer in LaTeX, without unit or percent sign.
-        other: what a completion states, likewise.
+        candidate: what a completion states, likewise.
         may_be_fraction: whether a fraction answers a whole number, as 1/2 answers 50%.
     """
     gold = remove_spaces(gold)
-    other = remove_spaces(other)
+    candidate = remove_spaces(candidate)
     # Brackets around the whole only group.
-    while other.startswith("(") and other.endswith(")") and "(" not in other[1:]:
-        other = other[1:-1]
+    while candidate.startswith("(") and candidate.endswith(")") and "(" not in candidate[1:]:
+        candidate = candidate[1:-1]
     if INTEGER.fullmatch(gold) and not may_be_fraction:
-        return DECIMAL.fullmatch(other) is not None
+        return DECIMAL.fullmatch(candidate) is not None
     if DECIMAL.fullmatch(gold) or RATIONAL.fullmatch(gold):
-        return bool(DECIMAL.fullmatch(other) or RATIONAL.fullmatch(other))
+        return bool(DECIMAL.fullmatch(candidate) or RATIONAL.fullmatch(candidate))
     return True

@@ -28,43 +28,44 @@ SIGNS = {
 }
 SIGN_TABLE = str.maketrans(SIGNS)
 SPELLINGS = [
-    (re.compile(r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|middle)(?![a-zA-Z])\.?"), ""),
-    (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|normalsize)(?![a-zA-Z])"), ""),
-    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
-    (re.compile(r"\\(?:leq|leqslant)(?![a-zA-Z])"), r"\\le"),
-    (re.compile(r"\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge"),
-    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
-    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
-    (re.compile(r"<="), r"\\le "),
-    (re.compile(r">="), r"\\ge "),
-    (re.compile(r"\\neq(?![a-zA-Z])"), r"\\ne"),
-    (re.compile(r"\\lbrace(?![a-zA-Z])"), r"\\{"),
-    (re.compile(r"\\rbrace(?![a-zA-Z])"), r"\\}"),
-    (re.compile(r"\\(?:lbrack)(?![a-zA-Z])"), "["),
-    (re.compile(r"\\(?:rbrack)(?![a-zA-Z])"), "]"),
-    (re.compile(r"\\(?:lvert|rvert|vert)(?![a-zA-Z])"), "|"),
-    (
-        re.compile(r"\\(?:mathrm|mbox|textbf|textrm|mathbf|textit|textsf|operatorname)\s*\{"),
-        r"\\text{",
-    ),
-    (re.compile(r"\\degrees?(?![a-zA-Z])"), r"^\\circ"),
-    (re.compile(r"\^\s*\{\s*\\circ\s*\}"), r"^\\circ"),
-    (re.compile(r"(?<!\\)\bpi\b"), r"\\pi "),
-    (re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
-    (re.compile(r"\\(?:quad|qquad|thinspace)(?![a-zA-Z])"), " "),
-    (re.compile(r"(?<=\d)\s*(?:\{,\}|,\\!)\s*(?=\d{3})"), ""),
-    (re.compile(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))"), ""),
-    (re.compile(r"(?<!\\)\\[,;:!]"), ""),
-    (re.compile(r"(?<!\\)\\ |~"), " "),
-    # 1.5e-3 is a number, not a product with Euler's.
-    (re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\d.])"), r"\\times 10^{\1}"),
-    # \frac12, \frac1{2} and \sqrt3 are short for braces.
-    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\\frac\s*(\d)\s*\{"), r"\\frac{\1}{"),
-    (re.compile(r"(\\frac\{[^{}]*\})\s*(\d)"), r"\1{\2}"),
-    (re.compile(r"\\sqrt\s*(\d+)"), r"\\sqrt{\1}"),
-    (re.compile(r"\\log_(\d)(?=\D)"), r"\\log_{\1}"),
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|middle)(?![a-zA-Z])\.?", ""),
+        (r"\\(?:displaystyle|textstyle|limits|nolimits|normalsize)(?![a-zA-Z])", ""),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le"),
+        (r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge"),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"<=", r"\\le "),
+        (r">=", r"\\ge "),
+        (r"\\neq(?![a-zA-Z])", r"\\ne"),
+        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"\\(?:lbrack)(?![a-zA-Z])", "["),
+        (r"\\(?:rbrack)(?![a-zA-Z])", "]"),
+        (r"\\(?:lvert|rvert|vert)(?![a-zA-Z])", "|"),
+        (r"\\(?:mathrm|mbox|textbf|textrm|mathbf|textit|textsf|operatorname)\s*\{", r"\\text{"),
+        (r"\\degrees?(?![a-zA-Z])", r"^\\circ"),
+        (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
+        (r"(?<!\\)\bpi\b", r"\\pi "),
+        (r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\(?:quad|qquad|thinspace)(?![a-zA-Z])", " "),
+        (r"(?<=\d)\s*(?:\{,\}|,\\!)\s*(?=\d{3})", ""),
+        (r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", ""),
+        (r"(?<!\\)\\[,;:!]", ""),
+        (r"(?<!\\)\\ |~", " "),
+        # 1.5e-3 is a number, not a product with Euler's.
+        (r"(?<=\d)[eE]([-+]?\d+)(?![\d.])", r"\\times 10^{\1}"),
+        # \frac12, \frac1{2} and \sqrt3 are short for braces.
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+        (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
+        (r"\\log_(\d)(?=\D)", r"\\log_{\1}"),
+    )
 ]
+"""Spelling → the one that is compared, in the order in which they are replaced."""
 WRAPPERS = [
     re.compile(r"\\\((.*)\\\)", re.DOTALL),
     re.compile(r"\\\[(.*)\\\]", re.DOTALL),
@@ -78,8 +79,11 @@ DOLLARS = re.compile(r"(?<!\\)\$")
 
 
 def normalize_notation(text: str) -> str:
-    """Return `text` in one of the ways to write it: without delimiters of formulas and spacing,
-    with one spelling for each command, mixed numbers as sums, repeating decimals as fractions."""
+    """Return `text` in one of the ways to write it.
+
+    It has no delimiters of formulas and no spacing, one spelling for each command, mixed numbers as
+    sums, and repeating decimals as fractions.
+    """
     text = text.translate(SIGN_TABLE).strip().strip("*").strip()
     if len(text) > LONGEST:
         return " ".join(text.split())
@@ -107,6 +111,7 @@ def _keep_currency(text: str) -> str:
 
 
 def _unwrap(text: str) -> str:
+    """Take delimiters of formulas and boxes off, of which some answers have several."""
     for _ in range(4):
         for wrapper in WRAPPERS:
             match = wrapper.fullmatch(text)
@@ -129,6 +134,7 @@ def is_balanced(text: str) -> bool:
 
 
 def _strip_punctuation(text: str) -> str:
+    """Take punctuation off the end, but not the last sign of a command such as ``\\;``."""
     text = text.strip()
     while text and text[-1] in ".,;:" and not text.endswith("\\" + text[-1]):
         text = text[:-1].rstrip()
@@ -136,7 +142,8 @@ def _strip_punctuation(text: str) -> str:
 
 
 def _write_repeating(match: re.Match[str]) -> str:
-    whole, fixed, repeated = match.groups()
+    """Write a decimal whose last digits repeat as a fraction: ``0.1\\overline{6}`` is 15/90."""
+    integer, fixed, repeated = match.groups()
     denominator = (10 ** len(repeated) - 1) * 10 ** len(fixed)
-    numerator = int(whole + fixed + repeated or "0") - int((whole + fixed) or "0")
+    numerator = int(integer + fixed + repeated) - int((integer + fixed) or "0")
     return rf"\frac{{{numerator}}}{{{denominator}}}"

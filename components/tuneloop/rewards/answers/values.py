@@ -1,10 +1,14 @@
-"""Compute values that are written in LaTeX, and compare them: parsed by math-verify, evaluated by
-sympy at some points with 40 digits. Nothing is simplified, so no answer takes long to compare."""
+"""Compute values that are written in LaTeX, and compare them.
+
+math-verify parses them, and sympy evaluates them at some points with 40 digits. Nothing is
+simplified, so no answer takes long to compare.
+"""
 
 import functools
 import logging
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -58,7 +62,7 @@ def parse_value(latex: str) -> Any:
     decimals = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
     # The letter i is the imaginary unit.
     imaginary = {symbol: sympy.I for symbol in expression.free_symbols if symbol.name == "i"}
-    return expression.xreplace({**decimals, **imaginary})
+    return expression.xreplace(decimals | imaginary)
 
 
 def are_equal(gold: str, candidate: str, *, scale: sympy.Rational = sympy.S.One) -> bool:
@@ -70,32 +74,31 @@ def are_equal(gold: str, candidate: str, *, scale: sympy.Rational = sympy.S.One)
     if len(gold) == len(candidate) == 1 and gold.isalpha():
         # The parser makes no difference between the letters A and a.
         return gold == candidate
-    left = parse_value(gold)
-    right = parse_value(candidate)
-    if left is None or right is None:
+    gold_value = parse_value(gold)
+    value = parse_value(candidate)
+    if gold_value is None or value is None:
         return False
     if scale != 1:
-        left = left * scale
-    if left == right:
+        gold_value = gold_value * scale
+    if gold_value == value:
         return True
-    if not (_is_computable(left) and _is_computable(right)):
+    if not (_is_computable(gold_value) and _is_computable(value)):
         return False
-    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
-    if symbols:
+    if gold_value.free_symbols or value.free_symbols:
         return all(
-            _is_near(_evaluate(left, symbols, shift), _evaluate(right, symbols, shift), EXACT)
-            for shift in range(len(POINTS))
+            _is_near(gold_number, number, EXACT)
+            for gold_number, number in _evaluate_at_points(gold_value, value)
         )
-    left = left.doit()
-    right = right.doit()
-    is_rounded = bool(DECIMAL.search(gold)) != bool(DECIMAL.search(candidate))
-    if is_rounded and not _has_end(left if DECIMAL.search(candidate) else right):
+    gold_value = gold_value.doit()
+    value = value.doit()
+    tolerance = EXACT
+    has_decimal = DECIMAL.search(candidate) is not None
+    is_rounded = has_decimal != (DECIMAL.search(gold) is not None)
+    if is_rounded and not _has_end(gold_value if has_decimal else value):
         tolerance = ROUNDED
-    elif left.is_Rational and right.is_Rational:
-        return bool(left == right)
-    else:
-        tolerance = EXACT
-    return _is_near(_evaluate(left, [], 0), _evaluate(right, [], 0), tolerance)
+    elif gold_value.is_Rational and value.is_Rational:
+        return bool(gold_value == value)
+    return _is_near(_evaluate(gold_value), _evaluate(value), tolerance)
 
 
 def evaluate_number(latex: str) -> float | None:
@@ -103,43 +106,53 @@ def evaluate_number(latex: str) -> float | None:
     expression = parse_value(latex)
     if expression is None or expression.free_symbols or not _is_computable(expression):
         return None
-    value = _evaluate(expression, [], 0)
+    value = _evaluate(expression)
     return float(value) if value is not None and value.is_real else None
 
 
-def is_proportional(left: Any, right: Any) -> bool:
-    """Return whether `right` is a constant candidate than 0 times `left`: their equations ``= 0`` are
-    the same."""
-    if not (_is_computable(left) and _is_computable(right)):
+def is_proportional(first: Any, second: Any) -> bool:
+    """Return whether one expression is a constant times the other one.
+
+    The constant is not 0, so that their equations ``= 0`` are the same.
+    """
+    if not (_is_computable(first) and _is_computable(second)):
         return False
-    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
-    ratios = []
-    for shift in range(len(POINTS)):
-        denominator = _evaluate(left, symbols, shift)
-        numerator = _evaluate(right, symbols, shift)
-        if denominator is None or numerator is None or denominator == 0 or numerator == 0:
+    if not first.free_symbols | second.free_symbols:
+        return False
+    ratios: list[Any] = []
+    for denominator, numerator in _evaluate_at_points(first, second):
+        if not denominator or not numerator:
             return False
         ratios.append(numerator / denominator)
-    return bool(symbols) and all(_is_near(ratios[0], ratio, EXACT) for ratio in ratios[1:])
+    return all(_is_near(ratios[0], ratio, EXACT) for ratio in ratios[1:])
 
 
-def _evaluate(expression: Any, symbols: list[Any], shift: int) -> Any:
-    """Evaluate at the point number `shift`; None where there is no finite value."""
-    values = {
-        symbol: POINTS[(shift + index) % len(POINTS)] + sympy.Rational(index + shift, 17)
-        for index, symbol in enumerate(symbols)
-    }
-    value = expression.xreplace(values).doit().evalf(DIGITS)
+def _evaluate_at_points(first: Any, second: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the values of two expressions at each point; None where there is no finite value."""
+    symbols = sorted(first.free_symbols | second.free_symbols, key=str)
+    for shift in range(len(POINTS)):
+        # Each variable gets a value of its own, so that exchanging two of them shows.
+        point = {
+            symbol: POINTS[(shift + index) % len(POINTS)] + sympy.Rational(index + shift, 17)
+            for index, symbol in enumerate(symbols)
+        }
+        yield _evaluate(first.xreplace(point)), _evaluate(second.xreplace(point))
+
+
+def _evaluate(expression: Any) -> Any:
+    """Evaluate an expression without variables; None where it has no finite value."""
+    value = expression.doit().evalf(DIGITS)
     if not value.is_number or not value.is_finite or value.has(sympy.zoo, sympy.nan, sympy.oo):
         return None
     return value
 
 
-def _is_near(left: Any, right: Any, tolerance: Any) -> bool:
-    if left is None or right is None:
+def _is_near(first: Any, second: Any, tolerance: Any) -> bool:
+    """Return whether two numbers differ by at most `tolerance` times the first one."""
+    if first is None or second is None:
         return False
-    difference = abs(sympy.N(left - right, DIGITS))
-    return bool(difference <= tolerance * max(abs(sympy.N(left, DIGITS)), abs(EXACT)))
+    difference = abs(sympy.N(first - second, DIGITS))
+    return bool(difference <= tolerance * max(abs(sympy.N(first, DIGITS)), EXACT))
 
 
 def _has_end(expression: Any) -> bool:
@@ -181,4 +194,5 @@ def _measure(expression: Any) -> float:
 
 
 def _bound(digits: float) -> float:
+    """Return the size of a number of that many digits, up to what a float holds."""
     return 10.0**digits if digits < 300 else math.inf

@@ -11,14 +11,15 @@ import ast
 import builtins
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
+from tuneloop.rewards.outcomes import Unverifiable
 from tuneloop.rewards.programs.tests import Check
 from tuneloop.rewards.sandbox import Ending, Limits, run_in_sandbox
-from tuneloop.rewards.scoring import Unverifiable
 
 ROUNDS = 6
-COLLECTING, STRICT = "collecting", "strict"
+"""How often the program may be asked, each time with more results known."""
 
 ENCODE = '''
 def encode(value):
@@ -100,14 +101,16 @@ def make_stand_in(name, calls, answers):
     return stand_in
 
 
-def run_tests(source, statements, functions, answered, mode):
-    calls, passed, missing = [], [], False
+def run_tests(source, statements, functions, answered, is_collecting):
+    calls = []
+    successes = []
+    missing = False
     space = {"__name__": "tests"}
     random.seed(0)
     exec(compile(ast.parse(source), "<tests>", "exec"), space)
     answers = Answers(answered)
     stand_ins = {name: make_stand_in(name, calls, answers) for name in functions}
-    if mode == "collecting":
+    if is_collecting:
         tree = ast.fix_missing_locations(Tolerant().visit(ast.parse(source)))
         exec(compile(tree, "<tests>", "exec"), space)
         stand_ins = {name: forgive(function) for name, function in stand_ins.items()}
@@ -116,13 +119,13 @@ def run_tests(source, statements, functions, answered, mode):
     for statement in statements:
         try:
             exec(compile(statement, "<test>", "exec"), space)
-            passed.append(True)
+            successes.append(True)
         except Missing:
             missing = True
-            passed.append(False)
+            successes.append(False)
         except Exception:
-            passed.append(False)
-    return json.dumps({"calls": calls, "passed": passed, "missing": missing})
+            successes.append(False)
+    return json.dumps({"calls": calls, "successes": successes, "missing": missing})
 
 
 def forgive(function):
@@ -137,54 +140,71 @@ def forgive(function):
 
 
 class CheckResult(NamedTuple):
-    """Which statements of a `Check` passed, how the program ended, and the seconds it took."""
+    """Which statements of a `Check` passed, and how the program ended."""
 
-    passed: list[bool]
+    successes: list[bool]
     ending: Ending
-    seconds: float
 
 
 class _TestRun(NamedTuple):
+    """What one run of the tests gives.
+
+    Attributes:
+        calls: of the program's functions, as Python.
+        successes: whether each statement passed.
+        missing: whether a call had no result yet.
+    """
+
     calls: list[str]
-    passed: list[bool]
+    successes: list[bool]
     missing: bool
 
 
+AnsweredCalls = list[tuple[str, list[str]]]
+"""Calls, each with whether it returned or raised, and what."""
+
+
 def run_check(check: Check, program: str, limits: Limits) -> CheckResult:
-    """Run the tests of `check` on `program`, whose calls may take `limits` together. Raises
-    Unverifiable: the tests fail before they have a result of the program."""
+    """Run the tests of `check` on `program`, whose calls may take `limits` together.
+
+    Raises:
+        Unverifiable: the tests fail before they have a result of the program.
+    """
     functions = list_functions(check)
     if not functions:
         raise Unverifiable("the tests in metadata call no function of the program")
-    answered: list[tuple[str, list[str]]] = []
-    failed = [False] * len(check.statements)
+    answered: AnsweredCalls = []
     ending = Ending("done", "")
-    seconds = 0.0
+    remaining_s = limits.seconds
     for _ in range(ROUNDS):
-        collected = _run_tests(check, functions, answered, COLLECTING, limits)
+        collected = _run_tests(check, functions, answered, limits, is_collecting=True)
         if collected is None and not answered:
             raise Unverifiable("the tests in metadata cannot be run: they fail by themselves")
-        if collected is None or seconds >= limits.seconds:
-            return CheckResult(failed, ending, seconds)
-        share = Limits(limits.seconds - seconds, limits.memory, limits.output)
+        if collected is None or remaining_s <= 0:
+            break
+        share = replace(limits, seconds=remaining_s)
+        # The program starts anew for each round, so it makes all calls again.
         ending = run_in_sandbox(program, "", _write_calls(collected.calls), share)
-        seconds += ending.seconds
+        remaining_s -= ending.seconds
         results = _read_results(ending, len(collected.calls))
         if results is None:
-            return CheckResult(failed, ending, seconds)
+            break
         answered = list(zip(collected.calls, results))
-        judged = _run_tests(check, functions, answered, STRICT, limits)
-        if judged is None or not judged.missing:
-            return CheckResult(judged.passed if judged else failed, ending, seconds)
-    return CheckResult(failed, ending, seconds)
+        judged = _run_tests(check, functions, answered, limits, is_collecting=False)
+        if judged is None:
+            break
+        # Later calls may depend on results that are known only now.
+        if not judged.missing:
+            return CheckResult(judged.successes, ending)
+    return CheckResult([False] * len(check.statements), ending)
 
 
 def list_functions(check: Check) -> list[str]:
     """List the functions of the program that tests call: names that nothing else defines."""
-    trees = [ast.parse(check.source), *map(ast.parse, check.statements)]
+    tree = ast.parse("\n\n".join([check.source, *check.statements]))
     defined = set(dir(builtins)) | {"__name__"}
     loaded: set[str] = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in ast.walk(tree):
         defined.update(_list_definitions(node))
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             loaded.add(node.id)
@@ -210,15 +230,13 @@ def _list_definitions(node: ast.AST) -> Iterator[str]:
 def _run_tests(
     check: Check,
     functions: list[str],
-    answered: list[tuple[str, list[str]]],
-    mode: str,
+    answered: AnsweredCalls,
     limits: Limits,
+    is_collecting: bool,
 ) -> _TestRun | None:
     """Run the tests with the results that are there; None where they end or return otherwise."""
-    call = (
-        f"run_tests({check.source!r}, {check.statements!r}, {functions!r}, {answered!r}, {mode!r})"
-    )
-    ending = run_in_sandbox(TEST_SIDE, "", call, limits)
+    arguments = (check.source, check.statements, functions, answered, is_collecting)
+    ending = run_in_sandbox(TEST_SIDE, "", f"run_tests{arguments!r}", limits)
     if ending.kind != "done":
         return None
     # What the program returned decides how the tests end, and it may be made to end them badly.
@@ -229,8 +247,10 @@ def _run_tests(
 
 
 def _write_calls(calls: list[str]) -> str:
-    """Write an expression that makes the calls in the space of the program, but has its own names
-    in another, as the program may define the same."""
+    """Write an expression that makes the calls in the space of the program.
+
+    It has its own names in another, as the program may define the same.
+    """
     calling = f"side['make_calls']({calls!r}, globals())"
     return f"(lambda side: (exec({PROGRAM_SIDE!r}, side), {calling})[1])({{}})"
 

@@ -7,6 +7,7 @@ import warnings
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 INDENT = "    "
+UNINDENTED_LINE = re.compile(r"\n(?=\S)")
 
 
 def extract_code(completion: str, function: str | None = None) -> str:
@@ -41,7 +42,8 @@ def complete_program(completion: str, prompt: str, function: str | None) -> str:
         # The prompt's imports and helpers are needed; what it only begins is defined again.
         return f"{prompt.rstrip()}\n\n\n{code}" if _compiles(prompt) else code
     bodies = [code, INDENT + code.lstrip(), textwrap.indent(textwrap.dedent(code), INDENT)]
-    for body in [*bodies, *map(_cut_body, bodies)]:
+    bodies += [_cut_body(body) for body in bodies]
+    for body in bodies:
         if _compiles(f"{prompt.rstrip()}\n{body}"):
             return f"{prompt.rstrip()}\n{body}"
     return prompt + code
@@ -49,12 +51,7 @@ def complete_program(completion: str, prompt: str, function: str | None) -> str:
 
 def _cut_body(body: str) -> str:
     """Cut what follows the body of a function: the first line that is not indented ends it."""
-    lines = body.splitlines()
-    end = next(
-        (i for i, line in enumerate(lines) if i and line.strip() and not line[0].isspace()),
-        len(lines),
-    )
-    return "\n".join(lines[:end]) + "\n"
+    return UNINDENTED_LINE.split(body, maxsplit=1)[0] + "\n"
 
 
 def _compiles(code: str) -> bool:

@@ -6,12 +6,12 @@ form than ``call == literal``) are a `Check`, which `checks` runs apart from the
 """
 
 import ast
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tuneloop.core.json_types import JsonMapping
+from tuneloop.rewards.outcomes import Unverifiable
 from tuneloop.rewards.sandbox import Ending
-from tuneloop.rewards.scoring import Unverifiable
 
 FORMS = "`tests`, `test` with `entry_point`, or `stdin_tests`"
 
@@ -88,7 +88,7 @@ class Tests:
         return len(self.cases) + (len(self.check.statements) if self.check else 0)
 
 
-def read_tests(metadata: Mapping[str, Any]) -> Tests:
+def read_tests(metadata: JsonMapping) -> Tests:
     """Read the tests in `metadata`. Raises Unverifiable: there are none, or one is none."""
     prelude = _get_text(metadata, "prelude")
     prompt = _get_text(metadata, "prompt")
@@ -114,10 +114,16 @@ def read_tests(metadata: Mapping[str, Any]) -> Tests:
     if not cases and not statements:
         raise Unverifiable(f"metadata has no tests; the reward code needs {FORMS} in it")
     check = Check(prelude, tuple(statements)) if statements else None
-    return Tests(tuple(cases), check, prelude, prompt, function)
+    return Tests(
+        cases=tuple(cases),
+        check=check,
+        prelude=prelude,
+        prompt=prompt,
+        function=function,
+    )
 
 
-def _read_check(metadata: Mapping[str, Any], prelude: str, prompt: str) -> Tests:
+def _read_check(metadata: JsonMapping, prelude: str, prompt: str) -> Tests:
     test = _get_text(metadata, "test")
     entry_point = metadata.get("entry_point")
     if not isinstance(entry_point, str) or not entry_point.isidentifier():
@@ -128,18 +134,28 @@ def _read_check(metadata: Mapping[str, Any], prelude: str, prompt: str) -> Tests
         raise Unverifiable("metadata['test'] is not Python")
     # Tests may call what the prompt defines beside the function that it begins.
     sources = [part for part in (prelude, prompt, test) if part and _is_code(part)]
-    check = Check("\n\n".join(sources), (f"check({entry_point})",), entry_point)
-    return Tests((), check, prelude, prompt, entry_point)
+    check = Check(
+        source="\n\n".join(sources),
+        statements=(f"check({entry_point})",),
+        entry_point=entry_point,
+    )
+    return Tests(
+        cases=(),
+        check=check,
+        prelude=prelude,
+        prompt=prompt,
+        function=entry_point,
+    )
 
 
-def _get_text(metadata: Mapping[str, Any], name: str) -> str:
+def _get_text(metadata: JsonMapping, name: str) -> str:
     value = metadata.get(name) or ""
     if not isinstance(value, str):
         raise Unverifiable(f"metadata[{name!r}] is {value!r:.80}, which is no text")
     return value
 
 
-def _get_list(metadata: Mapping[str, Any], name: str) -> list[Any]:
+def _get_list(metadata: JsonMapping, name: str) -> list[Any]:
     value = metadata.get(name) or []
     if not isinstance(value, list):
         raise Unverifiable(f"metadata[{name!r}] is {value!r:.80}, which is no list of tests")
@@ -157,11 +173,23 @@ def _read_test(test: Any) -> Case | None:
     """Read one of `tests`; None if it is code that computes, or no test."""
     if isinstance(test, str):
         return _read_assertion(test)
-    if isinstance(test, dict) and test.keys() == {"call", "returns"}:
-        return Case("", str(test["call"]), test["returns"])
-    if isinstance(test, dict) and "stdout" in test and test.keys() <= {"stdin", "stdout"}:
-        return Case(str(test.get("stdin", "")), None, str(test["stdout"]))
-    return None
+    match test:
+        case {"call": call, "returns": expected, **others}:
+            case = Case(
+                stdin="",
+                call=str(call),
+                expected=expected,
+            )
+        case {"stdout": stdout, **others}:
+            case = Case(
+                stdin=str(others.pop("stdin", "")),
+                call=None,
+                expected=str(stdout),
+            )
+        case _:
+            return None
+    # A misspelled key would leave a test without its input.
+    return None if others else case
 
 
 def _read_assertion(text: str) -> Case | None:
@@ -169,27 +197,44 @@ def _read_assertion(text: str) -> Case | None:
     if not _is_code(text):
         return None
     match ast.parse(text.strip()).body:
-        case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
+        case [ast.Assert(test=ast.Compare(left=first, ops=[ast.Eq()], comparators=[second]))]:
             pass
         case _:
             return None
-    for expected, call in ((right, left), (left, right)):
+    # The side that is a literal is what is expected.
+    for expected, call in ((second, first), (first, second)):
         try:
-            return Case("", ast.unparse(call), ast.literal_eval(expected))
+            return Case(
+                stdin="",
+                call=ast.unparse(call),
+                expected=ast.literal_eval(expected),
+            )
         except ValueError:
             continue
     return None
 
 
-def _read_input_output(test: Mapping[str, Any], function: str | None) -> Case:
-    """Read an input and its output: text of a whole program, or arguments and result of a function,
-    which may be the method of a class ``Solution``."""
+def _read_input_output(test: JsonMapping, function: str | None) -> Case:
+    """Read an input and its output.
+
+    They are text of a whole program, or arguments and result of a function, which may be the method
+    of a class ``Solution``.
+    """
     if function is None:
-        return Case(_to_text(test["input"]), None, _to_text(test["output"]))
+        return Case(
+            stdin=_to_text(test["input"]),
+            call=None,
+            expected=_to_text(test["output"]),
+        )
     arguments = test["input"] if isinstance(test["input"], list) else [test["input"]]
-    listed = ", ".join(map(repr, arguments))
-    function_name = f"(Solution().{function} if 'Solution' in globals() else {function})"
-    return Case("", f"{function_name}({listed})", test["output"], may_be_first=True)
+    argument_list = ", ".join(map(repr, arguments))
+    callee = f"(Solution().{function} if 'Solution' in globals() else {function})"
+    return Case(
+        stdin="",
+        call=f"{callee}({argument_list})",
+        expected=test["output"],
+        may_be_first=True,
+    )
 
 
 def _to_text(value: Any) -> str:

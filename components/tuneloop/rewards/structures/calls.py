@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.rewards.structures.json_text import (
     NotJson,
     parse_json,
@@ -34,7 +35,9 @@ MISTRAL_CALL = re.compile(
     r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL
 )
 PYTHON_TAG = "<|python_tag|>"
+BETWEEN_OBJECTS = re.compile(r"(?<=\})\s*[;\n]\s*(?=\{)")
 MOST_CALLS = 64
+"""Calls of one completion: comparing them in any order takes more than linear time."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Call:
     """A call of a tool; its arguments by their names."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: JsonMapping
 
 
 class NotCalls(ValueError):
@@ -73,6 +76,7 @@ def _parse_text(text: str, parameters: Mapping[str, Sequence[str]]) -> list[Call
     tagged = _take_tagged(text)
     if tagged:
         return [call for block in tagged for call in _parse_tagged(block)]
+    # Marks are looked for first: what stands around them is prose.
     if MISTRAL in text:
         return [call for part in text.split(MISTRAL)[1:] for call in _parse_mistral(part.strip())]
     if PYTHON_TAG in text:
@@ -120,15 +124,10 @@ def _parse_objects(text: str) -> Any:
     try:
         return parse_json(text)
     except NotJson:
-        parts = re.split(r"\}\s*(?:;|\n)\s*\{", text)
+        parts = BETWEEN_OBJECTS.split(text)
         if len(parts) < 2:
             raise
-    last = len(parts) - 1
-    wrapped = [
-        ("" if index == 0 else "{") + part + ("" if index == last else "}")
-        for index, part in enumerate(parts)
-    ]
-    return [parse_json(part) for part in wrapped]
+    return [parse_json(part) for part in parts]
 
 
 def _read_calls(value: Any) -> list[Call]:
@@ -152,7 +151,7 @@ def _read_calls(value: Any) -> list[Call]:
     raise NotCalls("an object without a name")
 
 
-def _read_arguments(value: Any) -> Mapping[str, Any]:
+def _read_arguments(value: Any) -> JsonMapping:
     if isinstance(value, str):
         value = parse_json(value or "{}")
     if value is None:
@@ -168,6 +167,7 @@ def _parse_pythonic(text: str, parameters: Mapping[str, Sequence[str]]) -> list[
         tree = ast.parse(text.strip())
     except (SyntaxError, ValueError) as error:
         raise NotCalls(str(error)[:200]) from None
+    # Brackets and commas group calls; nothing else of Python is a call.
     expressions: list[ast.expr] = []
     for statement in tree.body:
         match statement:

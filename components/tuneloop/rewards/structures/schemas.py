@@ -2,14 +2,14 @@
 
 import functools
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 from referencing import Registry
 
-from tuneloop.rewards.scoring import Unverifiable
+from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.rewards.outcomes import Unverifiable
 
 JSON_TYPES = {
     "dict": "object",
@@ -35,9 +35,17 @@ JSON_TYPES = {
 """Types as BFCL, Java and Python name them → as JSON Schema does; ``any`` is left out."""
 
 
-def is_valid(schema: Mapping[str, Any], value: Any, name: str) -> bool:
-    """Return whether `value` is valid by `schema`, which a message calls `name`. Raises
-    Unverifiable: it is no schema."""
+def is_valid(schema: JsonMapping, value: Any, name: str) -> bool:
+    """Return whether a value is valid by a schema.
+
+    Args:
+        schema: JSON Schema, perhaps with types as BFCL names them.
+        value: as `json.loads` returns it.
+        name: of the schema in a message.
+
+    Raises:
+        Unverifiable: it is no schema.
+    """
     return bool(_build_validator(json.dumps(schema, sort_keys=True), name).is_valid(value))
 
 
@@ -52,16 +60,17 @@ def _build_validator(schema_text: str, name: str) -> Draft202012Validator:
 
 
 def _convert_types(schema: Any) -> Any:
-    """Return a schema whose types are those of JSON Schema."""
+    """Return a schema whose types are those of JSON Schema, and in which any type has none."""
     if isinstance(schema, list):
         return [_convert_types(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    converted: dict[str, Any] = {}
+    converted: JsonObject = {}
     for key, part in schema.items():
         if key == "type" and isinstance(part, str):
             if part != "any":
                 converted[key] = JSON_TYPES.get(part, part)
+        # These hold values, in which a key `type` is no type.
         elif key in ("enum", "const", "default", "examples"):
             converted[key] = part
         else:
