@@ -17,6 +17,7 @@ from tuneloop.core.component import UNTRACKED, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.data import Splits
 from tuneloop.data.budgets import Budget, Policy
+from tuneloop.data.ray_tables import ray_data
 from tuneloop.data.requirements import check_required
 from tuneloop.data.sizes import SPLITS, Size, Split, choose_sizes, count_wanted
 from tuneloop.data.sources import (
@@ -40,7 +41,6 @@ from tuneloop.data.tables import (
     build_tables,
     examine_answers,
     open_writers,
-    ray_data,
     select_split,
 )
 from tuneloop.formats.chat_forms import Reasoning
@@ -275,7 +275,7 @@ def open_source(
     source, arguments = find_source_of(stage.params)
     splits = load_source(source, arguments, count_wanted(wanted), stage.seed("data"))
     is_endless = splits.rows is None and source != FILES
-    return splits, choose_sizes(wanted, splits.rows, splits.own, is_endless)
+    return splits, choose_sizes(wanted, splits.rows, splits.separate, is_endless)
 
 
 def _log_counts(stage: Stage, counts: Mapping[Split, int], train: int | None, source: str) -> None:
@@ -311,7 +311,7 @@ def _check_rewards(
     if not builder.prompts or builder.hopeless < builder.prompts:
         return
     # Beside demonstrations or pairs of the same rows, a few prompts are a by-product.
-    others = set(SPLITS) - {"train", "eval"} - splits.own
+    others = set(SPLITS) - {"train", "eval"} - splits.separate
     if not sizes["train"].number and any(counts.taken[split] for split in others):
         return
     unread = ""
