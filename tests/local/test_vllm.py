@@ -746,7 +746,7 @@ def test_episodes_of_several_turns(server: Running, versions: list[Artifact]) ->
     played = play_episodes(
         how, client, rows, requests, sampling, words, lambda name, turn: turn, quiet
     )
-    assert max(episode.about["turns"] for group in played for episode in group) == 3
+    assert max(episode.facts["turns"] for group in played for episode in group) == 3
     for request, group in zip(requests, played, strict=True):
         for episode in group:
             scored = reference.score(request.prompt_ids + episode.ids)[

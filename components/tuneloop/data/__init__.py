@@ -1,18 +1,20 @@
 """Sources of prompts: one file a source, each with ``load_splits(n, seed, *, …) -> Splits``.
 
-`n` is how many examples will be asked for in all splits together, `seed` decides their order; what
-follows are the source's own typed arguments, given to `data_prep` as ``source_args``. A source that
+`n` is how many examples will be asked for in all splits together, and `seed` decides their order.
+The source's own typed arguments follow: `data_prep` gets them as ``source_args``. A source that
 reads files also has ``digest_source(source_args) -> str | None``: equal for equal bytes, so that a
-run never goes on with data that changed. Of a source that says how many rows it has all are taken by
-default; one that does not makes as many as are asked for.
+run never goes on with data that changed. All rows of a source that says how many it has are taken
+by default. A source that does not say it makes as many as are asked for.
 
 How rows are split and their answers checked belongs to the stage `data_prep`. `readers` open files,
 `layouts` say what their columns mean, `messages` makes chats of one form, and `splitting` decides
 which split a row belongs to."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.formats.chat_forms import Message
 
 NOT_VARIANTS = (
     "budgets",
@@ -20,6 +22,7 @@ NOT_VARIANTS = (
     "layout_tables",
     "layouts",
     "messages",
+    "ray_tables",
     "readers",
     "requirements",
     "sizes",
@@ -27,6 +30,10 @@ NOT_VARIANTS = (
     "splitting",
     "tables",
 )
+"""Modules of this package that are no sources."""
+
+Prompt = str | list[Message]
+"""Text, or chat messages (``role``, ``content``)."""
 
 
 class BadValue(ValueError):
@@ -46,11 +53,9 @@ class Example:
     """One prompt and what is known of its answer.
 
     Attributes:
-        prompt: text, or chat messages (``role``, ``content``). Messages that end with the
-            assistant's are a whole conversation: SFT learns every turn of the assistant, and RL
-            nothing from it.
-        answer: the gold answer, as rewards get it; None where there is none, so that nothing can be
-            checked.
+        prompt: messages that end with the assistant's are a whole conversation: SFT learns every
+            turn of the assistant, and RL nothing from it.
+        answer: the gold answer, as rewards get it. Without one (None) nothing can be checked.
         solution: a completion that must earn full marks; None: the answer itself.
         demonstration: a completion for SFT to imitate, and the chosen one of a pair; None: the
             solution.
@@ -60,27 +65,48 @@ class Example:
         conversation: a whole conversation for SFT, where `prompt` is a prompt with an answer.
         row: the name of the row in the user's file: ``FILE:LINE`` or ``FILE row N``.
         rewards: reward → weight that fit this row, where the user named none.
-        nulls: how many null fields of nested columns were left out of the row.
         is_plain: whether a prompt that is text stays text, also where plain prompts become chats.
         key: what decides whether two rows have the same prompt, where it is not the prompt.
+        nulls: how many null fields of nested columns were left out of the row.
     """
 
-    prompt: str | list[dict[str, Any]]
+    prompt: Prompt
     answer: str | None
     solution: str | None = None
     demonstration: str | None = None
     rejected: str | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    tools: list[dict[str, Any]] | None = None
-    conversation: list[dict[str, Any]] | None = None
+    metadata: JsonObject = field(default_factory=dict)
+    tools: list[JsonObject] | None = None
+    conversation: list[Message] | None = None
     row: str | None = None
     rewards: Mapping[str, float] | None = None
     is_plain: bool = False
     key: str | None = None
     nulls: int = 0
 
+    @property
+    def is_conversation(self) -> bool:
+        """Whether the prompt is a whole conversation."""
+        return isinstance(self.prompt, list) and self.prompt[-1]["role"] == "assistant"
 
-Examples = Iterable[Example | BadRow]
+    @property
+    def full_solution(self) -> str | None:
+        """The completion that must earn full marks; None where there is no answer."""
+        return self.answer if self.solution is None else self.solution
+
+    @property
+    def completion(self) -> str | None:
+        """What follows the prompt for SFT, and in the better side of a pair. None: nothing does, or
+        the prompt is a whole conversation, which has it already."""
+        if self.is_conversation:
+            return None
+        return self.full_solution if self.demonstration is None else self.demonstration
+
+
+ReadExample = Example | BadRow
+"""What a source makes of a row."""
+Examples = Iterable[ReadExample]
+ExampleStream = Iterator[ReadExample]
 
 
 @dataclass(frozen=True)
@@ -93,7 +119,7 @@ class Splits:
         sft_eval: held-out demonstrations; None: they come from `sft`.
         preference_eval: held-out pairs; None: they come from where `preference` does.
         rows: how many rows `train` has; None: as many as are asked for.
-        own: the splits that have a table of their own, and take all of it by default.
+        separate: the splits that have a table of their own, and take all of it by default.
         unread: columns of `train` that nothing is read from.
         lines: what a source has to say of its files, a sentence each.
         facts: the same for programs.
@@ -106,13 +132,14 @@ class Splits:
     sft_eval: Examples | None = None
     preference_eval: Examples | None = None
     rows: int | None = None
-    own: frozenset[str] = frozenset()
+    separate: frozenset[str] = frozenset()
     unread: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: JsonMapping = field(default_factory=dict)
 
     @classmethod
     def of(cls, stream: Examples) -> "Splits":
         """Cut all splits from one stream."""
+        # One iterator, which no two splits read the same rows of.
         stream = iter(stream)
         return cls(train=stream, eval=stream, sft=stream)

@@ -8,12 +8,15 @@ from tuneloop.core.errors import UserError, shorten_text
 from tuneloop.formats.rows import split_numbers
 
 Policy = Literal["drop", "refuse"]
+"""What becomes of rows that are wrong: up to a share they are left out, or the data is refused."""
 SHOWN = 10
 """Examples that are kept, and that an error lists."""
+SHOWN_IN_LOG = 3
+"""Examples that a line on the terminal has room for."""
 
 
 @dataclass(frozen=True, order=True)
-class LeftOut:
+class Omission:
     """A row that is left out, and why. `key`, its name by `split_numbers`, decides the order."""
 
     key: tuple[tuple[int, str], ...]
@@ -41,26 +44,26 @@ class Budget:
     share: float
     count: int = 0
     advice: str = ""
-    _first: list[LeftOut] = field(default_factory=list)
+    _first: list[Omission] = field(default_factory=list)
 
     @property
     def examples(self) -> list[str]:
         """The first rows, each with its reason."""
-        return [f"{left_out.row}: {left_out.reason}" for left_out in self._first]
+        return [f"{omission.row}: {omission.reason}" for omission in self._first]
 
     def add(self, row: str, reason: str) -> None:
         """Count one row."""
         self.count += 1
         # Rows come in any order; those that stand first in their files are kept.
-        bisect.insort(self._first, LeftOut(split_numbers(row), row, shorten_text(reason, 120)))
+        bisect.insort(self._first, Omission(split_numbers(row), row, shorten_text(reason, 120)))
         del self._first[SHOWN:]
 
-    def list_by_reason(self, most: int = SHOWN) -> list[str]:
-        """List the first `most` rows by reason: ``ROW, ROW: REASON``."""
+    def list_by_reason(self, limit: int = SHOWN) -> str:
+        """List the first `limit` rows by reason: ``ROW, ROW: REASON; ROW: REASON``."""
         rows_by_reason: dict[str, list[str]] = {}
-        for left_out in self._first[:most]:
-            rows_by_reason.setdefault(left_out.reason, []).append(left_out.row)
-        return [f"{', '.join(rows)}: {reason}" for reason, rows in rows_by_reason.items()]
+        for omission in self._first[:limit]:
+            rows_by_reason.setdefault(omission.reason, []).append(omission.row)
+        return "; ".join(f"{', '.join(rows)}: {reason}" for reason, rows in rows_by_reason.items())
 
     def check(self, total: int) -> None:
         """Check that no more than the share of `total` is left out. Raises UserError that lists the
@@ -68,8 +71,7 @@ class Budget:
         allowed = 0 if self.policy == "refuse" else int(self.share * total)
         if self.count <= allowed:
             return
-        listed = "; ".join(self.list_by_reason())
-        remedy = f"{self.problem}: {listed}; "
+        remedy = f"{self.problem}: {self.list_by_reason()}; "
         if self.advice:
             remedy += f"{self.advice}, or "
         remedy += "correct them"
@@ -82,6 +84,7 @@ class Budget:
     def check_early(self, total: int | None) -> None:
         """Check the budget before all rows are read, where their number is known or its policy
         leaves no choice: once there are ten examples to show."""
+        # A user who sees ten rows corrects more of them at once than one who sees the first.
         if self.count < SHOWN:
             return
         if self.policy == "refuse":
@@ -93,9 +96,10 @@ class Budget:
         """Describe what was left out, for a line on the terminal; empty if nothing was."""
         if not self.count:
             return ""
-        more = "; …" if self.count > 3 else ""
-        listed = "; ".join(self.list_by_reason(3))
-        return f"left out {self.count} {self.noun} that {self.problem}: {listed}{more}"
+        listed = self.list_by_reason(SHOWN_IN_LOG)
+        if self.count > SHOWN_IN_LOG:
+            listed += "; …"
+        return f"left out {self.count} {self.noun} that {self.problem}: {listed}"
 
     def to_facts(self) -> dict[str, object]:
         """Return the count and the examples, for the manifest."""

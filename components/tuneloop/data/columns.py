@@ -8,15 +8,11 @@ from typing import Any
 from pydantic import BaseModel, field_validator, model_validator
 
 from tuneloop.core.errors import UserError, suggest_name
-from tuneloop.data import BadValue, Example
-from tuneloop.data.messages import (
-    get_text,
-    is_conversation,
-    is_messages,
-    parse_messages,
-    parse_tools,
-)
+from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.data import BadValue, Example, Prompt
+from tuneloop.data.messages import get_text, is_messages, parse_messages, parse_tools
 from tuneloop.data.readers.strict_json import parse_json
+from tuneloop.formats.chat_forms import Message
 
 MISSING = object()
 """The value of a column that a row has not."""
@@ -74,6 +70,7 @@ class Columns(Settings):
             groups = 1 if pattern is None else re.compile(pattern).groups
         except re.error as error:
             raise ValueError(f"is no regular expression ({error})") from error
+        # Without a group the whole match would be meant, and of `#### (.+)` its mark, too.
         if not groups:
             raise ValueError("has no group: put the part that is the answer in parentheses")
         return pattern
@@ -95,59 +92,58 @@ class Columns(Settings):
         """Whether they say what the prompt is, so that no layout is needed."""
         return bool(self.prompt or self.messages)
 
-    def check(self, rows: Iterable[Mapping[str, Any]], place: str) -> None:
+    def check(self, rows: Iterable[JsonMapping], source: str) -> None:
         """Check that each of these columns is in a row; no more rows are read than that takes.
         Raises UserError that lists what there is."""
         missing = self.list_paths()
-        names: dict[str, None] = {}
+        names: set[str] = set()
+        # JSON rows need not have all columns: one is missing only where no row has it.
         for values in rows:
-            names |= dict.fromkeys(values)
-            missing = {
-                role: path
-                for role, path in missing.items()
-                if get_path_safely(values, path) is MISSING
-            }
+            names.update(values)
+            missing = {role: path for role, path in missing.items() if not has_path(values, path)}
             if not missing:
                 return
         for role, path in missing.items():
-            remedy = f"no such column in {place}; it has: {', '.join(sorted(names))}"
+            remedy = f"no such column in {source}; it has: {', '.join(sorted(names))}"
             raise UserError(f"data.columns.{role}", path, remedy)
 
-    def apply(self, example: Example, values: Mapping[str, Any]) -> Example:
+    def apply(self, example: Example, values: JsonMapping) -> Example:
         """Return `example` with what these columns say of a row. Raises BadValue: a value that is
         not what its column is to hold."""
-        if path := self.prompt or self.messages:
-            prompt = read_prompt(get_path(values, path), path)
+        prompt_path = self.prompt or self.messages
+        if prompt_path:
+            prompt = read_prompt(values, prompt_path)
             context = _read_optional_text(values, self.input)
             if context:
-                prompt = f"{_require_text(prompt, path)}\n\n{context}"
+                prompt = f"{_require_text(prompt, prompt_path)}\n\n{context}"
             example = replace(example, prompt=prompt, is_plain=False)
         instructions = _read_optional_text(values, self.system)
         if instructions:
             messages = as_messages(example.prompt)
             # A conversation that has a system message keeps its own.
             if messages[0]["role"] != "system":
-                system = {"role": "system", "content": instructions}
-                example = replace(example, prompt=[system, *messages])
+                example = replace(example, prompt=add_system(messages, instructions))
+        # Set to null, the user says that the layout's answers are none.
         if "answer" in self.model_fields_set:
             answer = None
             if self.answer is not None:
-                answer = read_answer(get_path(values, self.answer), self.answer)
-                answer = self._cut_answer(answer)
+                answer = self._cut_answer(read_answer(get_path(values, self.answer), self.answer))
             example = replace(example, answer=answer, solution=None)
-        if path := self.completion or self.chosen:
-            completion = read_completion(get_path(values, path), path)
+        completion_path = self.completion or self.chosen
+        if completion_path:
+            completion = read_completion(values, completion_path)
+            # Without an answer there are no full marks that it must earn.
             solution = None if example.answer is None else completion
             example = replace(example, demonstration=completion, solution=solution)
         if self.rejected:
-            rejected = read_completion(get_path(values, self.rejected), self.rejected)
+            rejected = read_completion(values, self.rejected)
             if rejected == example.demonstration:
                 raise BadValue("chosen and rejected are equal: there is nothing to prefer")
             example = replace(example, rejected=rejected)
         if self.tools:
             tools = get_path(values, self.tools)
             example = replace(example, tools=None if tools is MISSING else parse_tools(tools))
-        metadata: dict[str, Any] = {}
+        metadata: JsonObject = {}
         for name, path in self.metadata_paths.items():
             value = get_path(values, path)
             metadata[name] = None if value is MISSING else value
@@ -168,7 +164,8 @@ def get_path(values: Any, path: str) -> Any:
     a dot comes first, and JSON text on the way is parsed."""
     if isinstance(values, Mapping) and path in values:
         return values[path]
-    name, dot, rest = path.partition(".")
+    name, dot, remainder = path.partition(".")
+    # A number is an index of a list, from its end where it is negative.
     if isinstance(values, list) and name.lstrip("-").isdigit():
         index = int(name)
         value = values[index] if -len(values) <= index < len(values) else MISSING
@@ -178,27 +175,30 @@ def get_path(values: Any, path: str) -> Any:
         return value
     if isinstance(value, str):
         value = parse_json(value)
-    return get_path(value, rest)
+    return get_path(value, remainder)
 
 
-def get_path_safely(values: Any, path: str) -> Any:
-    """Return the value at a path; `MISSING` also where JSON text on the way is damaged."""
+def has_path(values: Any, path: str) -> bool:
+    """Return whether there is a value at a path; JSON text on the way that is damaged has none."""
     try:
-        return get_path(values, path)
+        return get_path(values, path) is not MISSING
     except ValueError:
-        return MISSING
+        return False
 
 
-def read_prompt(value: Any, column: str) -> str | list[dict[str, Any]]:
-    """Return a prompt: text, or messages of one form. Raises BadValue: it is neither, or empty."""
+def read_prompt(values: JsonMapping, path: str) -> Prompt:
+    """Return the prompt at a path: text, or messages of one form. Raises BadValue: it is neither, or
+    empty."""
+    value = get_path(values, path)
     if is_messages(value) or (isinstance(value, str) and _is_messages_text(value)):
         return parse_messages(value)
-    return _require_text(value, column)
+    return _require_text(value, path)
 
 
 def read_answer(value: Any, column: str) -> str:
     """Return an answer as text; whole numbers have no decimal point. Raises BadValue: it is neither
     text nor a number, or it is empty."""
+    # Parquet has numbers of a column with nulls as floats. From 1e15 on they have not all digits.
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     if isinstance(value, float) and not abs(value) < float("inf"):
@@ -211,35 +211,41 @@ def read_answer(value: Any, column: str) -> str:
     return answer
 
 
-def read_completion(value: Any, column: str) -> str:
-    """Return a completion: text, or one message of the assistant's. Raises BadValue: it is neither,
-    or empty."""
+def read_completion(values: JsonMapping, path: str) -> str:
+    """Return the completion at a path: text, or one message of the assistant's. Raises BadValue: it
+    is neither, or empty."""
+    value = get_path(values, path)
     if is_messages(value) and len(value) == 1:
+        # The rules for messages hold for whole chats, which begin with the user's.
         (message,) = parse_messages([{"role": "user", "content": "-"}, *value])[1:]
         if message["role"] == "assistant" and "tool_calls" not in message:
             return get_text(message)
     if not isinstance(value, str):
         kind = "text, or one message of the assistant's"
-        raise BadValue(f"column {column!r} must hold {kind}, not {_describe(value)}")
-    return _require_text(value, column)
+        raise BadValue(f"column {path!r} must hold {kind}, not {_describe(value)}")
+    return _require_text(value, path)
 
 
-def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_messages(prompt: Prompt) -> list[Message]:
     """Return a prompt as messages: text is a message of the user's."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def split_conversation(
-    messages: list[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def add_system(messages: list[Message], text: str) -> list[Message]:
+    """Return messages after a system message with a text."""
+    return [{"role": "system", "content": text}, *messages]
+
+
+def split_conversation(messages: list[Message]) -> tuple[list[Message], Message]:
     """Split a whole conversation into its prompt and the last message of the assistant's. Raises
     BadValue: it ends with another's."""
-    if not is_conversation(messages):
-        raise BadValue(f"ends with the {messages[-1]['role']}'s message, not the assistant's")
-    return messages[:-1], messages[-1]
+    *prompt, reply = messages
+    if reply["role"] != "assistant":
+        raise BadValue(f"ends with the {reply['role']}'s message, not the assistant's")
+    return prompt, reply
 
 
-def _read_optional_text(values: Mapping[str, Any], path: str | None) -> str:
+def _read_optional_text(values: JsonMapping, path: str | None) -> str:
     """Return the text of a column that may be missing or blank; empty where it is. Raises BadValue:
     it holds something else."""
     value = MISSING if path is None else get_path(values, path)
@@ -260,6 +266,7 @@ def _require_text(value: Any, column: str) -> str:
 
 def _is_messages_text(text: str) -> bool:
     """Return whether text is a JSON list of messages (Hermes, Toucan)."""
+    # Most prompts are no JSON, and parsing each of them would take a while.
     if not text.lstrip().startswith("[{") or ('"role"' not in text and '"from"' not in text):
         return False
     try:

@@ -5,19 +5,23 @@ unpacked as they are asked for: a file may be larger than the machine's memory. 
 mean follows from the layout, which is recognised (`tuneloop.data.layouts`), or from ``columns``."""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.seeds import derive_seed
-from tuneloop.data import BadRow, Example, Splits
+from tuneloop.data import Examples, ExampleStream, Splits
 from tuneloop.data.columns import Columns, Settings
-from tuneloop.data.layout_tables import Opener, Place, Tables, find_companion
+from tuneloop.data.layout_tables import Addresses, Opener, Tables, find_companion
 from tuneloop.data.layouts import list_layouts
 from tuneloop.data.readers.opening import digest_files, is_on_hub, list_all_files
+
+SPLITS_OF_TABLES = ("eval", "sft", "preference")
+"""Splits that may have a table of their own."""
 
 
 class Part(Settings):
@@ -34,16 +38,16 @@ def load_splits(
     n: int,
     seed: int,
     *,
-    path: Place = "",
+    path: Addresses = "",
     split: str = "train",
     name: str | None = None,
     revision: str | None = None,
     streaming: bool = False,
-    eval: Place | None = None,
+    eval: Addresses | None = None,
     eval_split: str | None = None,
-    sft: Place | None = None,
+    sft: Addresses | None = None,
     sft_split: str | None = None,
-    preference: Place | None = None,
+    preference: Addresses | None = None,
     preference_split: str | None = None,
     answers: str | None = None,
     layout: str | None = None,
@@ -72,48 +76,48 @@ def load_splits(
     opener = Opener(name, revision, layout, columns, answers)
     order = derive_seed(seed, "train") if shuffle else None
     # Files here are read in place, row by row, in any case.
-    places = [path] if isinstance(path, str) else path
-    streaming = streaming and any(is_on_hub(place) for place in places)
+    streaming = streaming and any(is_on_hub(address) for address in _list_addresses(path))
     if streaming:
         if not isinstance(path, str):
-            remedy = "is for one data set of the hub, not for a list of places; leave it out"
+            remedy = "is for one data set of the hub, not for a list of them; leave it out"
             raise UserError("source_args.streaming", True, remedy)
         tables = opener.open_stream(path, split, order)
     else:
         tables = opener.open(path, split)
     stream = tables.read_examples(order)
     lines = tables.describe()
-    parts: dict[str, Iterable[Example | BadRow]] = {}
-    own = {
+    choices = {
         "eval": (eval, eval_split),
         "sft": (sft, sft_split),
         "preference": (preference, preference_split),
     }
-    for part, source in _choose_own(path, own).items():
-        other = opener.open(source.place, source.split)
+    examples: dict[str, Examples] = {}
+    for part, source in _choose_separate(path, choices).items():
+        other = opener.open(source.addresses, source.split)
         lines += [f"{part}: {line}" for line in other.describe()]
+        # Each table has an order of its own, which does not change when another is added.
         part_order = derive_seed(seed, part) if shuffle else None
-        parts[part] = other.read_examples(part_order)
+        examples[part] = other.read_examples(part_order)
     return Splits(
         train=stream,
-        eval=parts.get("eval", stream),
-        sft=parts.get("sft", stream),
-        preference=parts.get("preference"),
+        eval=examples.get("eval", stream),
+        sft=examples.get("sft", stream),
+        preference=examples.get("preference"),
         rows=None if streaming else len(tables),
-        own=frozenset(parts),
+        separate=frozenset(examples),
         unread=tables.unread,
         lines=tuple(lines),
         facts={"recognised": lines},
     )
 
 
-def digest_source(arguments: Mapping[str, Any]) -> str | None:
+def digest_source(arguments: JsonMapping) -> str | None:
     """Digest the bytes of all files; None where one cannot be read."""
     patterns = {layout.companion[0] for layout in list_layouts() if layout.companion is not None}
     pairs: list[tuple[str, str]] = []
     try:
         for source in list_sources(arguments):
-            addresses = source.list_addresses()
+            addresses = _list_addresses(source.addresses)
             pairs += [(address, source.split) for address in addresses]
             files = list_all_files(addresses, source.split)
             # Which layout the rows have is not known yet: what may be their companion counts.
@@ -121,6 +125,7 @@ def digest_source(arguments: Mapping[str, Any]) -> str | None:
             pairs += [(companion, source.split) for companion in companions if companion]
         return digest_files(pairs)
     except UserError:
+        # The stage that reads them says what is wrong.
         return None
 
 
@@ -129,51 +134,55 @@ class TableSource:
     """Where a table is read from.
 
     Attributes:
-        setting: of the stage `data_prep`, that names the place or its split.
+        setting: of the stage `data_prep`, that names the address or its split.
         split: of a data set on the hub, or of a folder.
     """
 
     setting: str
-    place: Place
+    addresses: list[str]
     split: str
 
-    def list_addresses(self) -> list[str]:
-        """List the paths and addresses that the place consists of."""
-        return [self.place] if isinstance(self.place, str) else list(self.place)
+
+def _list_addresses(addresses: Addresses) -> list[str]:
+    return [addresses] if isinstance(addresses, str) else addresses
 
 
-def list_sources(arguments: Mapping[str, Any]) -> list[TableSource]:
+def list_sources(arguments: JsonMapping) -> list[TableSource]:
     """List all that `load_splits` opens with these arguments, each with its split. Files that are
     companions by their name alone are not among them."""
     mixture = arguments.get("mixture") or []
     if mixture:
         parts = [part if isinstance(part, Part) else Part(**part) for part in mixture]
         return [
-            TableSource(f"mixture.{number}.source", part.source, part.split)
+            TableSource(f"mixture.{number}.source", [part.source], part.split)
             for number, part in enumerate(parts)
         ]
     path = arguments.get("path") or []
     split = arguments.get("split") or "train"
-    own = {
-        part: (arguments.get(part), arguments.get(f"{part}_split"))
-        for part in ("eval", "sft", "preference")
+    sources = [TableSource("source_args.path", _list_addresses(path), split)]
+    choices = {
+        part: (arguments.get(part), arguments.get(f"{part}_split")) for part in SPLITS_OF_TABLES
     }
-    sources = [TableSource("source_args.path", path, split), *_choose_own(path, own).values()]
-    if answers := arguments.get("answers"):
-        sources.append(TableSource("source_args.answers", answers, split))
+    sources += _choose_separate(path, choices).values()
+    answers = arguments.get("answers")
+    if answers:
+        sources.append(TableSource("source_args.answers", [answers], split))
     return sources
 
 
-def _choose_own(
-    path: Place, own: Mapping[str, tuple[Place | None, str | None]]
+def _choose_separate(
+    path: Addresses, choices: Mapping[str, tuple[Addresses | None, str | None]]
 ) -> dict[str, TableSource]:
-    """Choose where the parts that have a place or a split of their own are read from."""
+    """Choose where the splits are read from that have addresses or a split of their own; `choices`
+    has both for each, where the user set them."""
     sources: dict[str, TableSource] = {}
-    for part, (place, split) in own.items():
-        if place:
-            sources[part] = TableSource(f"source_args.{part}", place, split or "train")
+    for part, (addresses, split) in choices.items():
+        if addresses:
+            # Files of held-out prompts alone seldom say in their names what they are.
+            addresses = _list_addresses(addresses)
+            sources[part] = TableSource(f"source_args.{part}", addresses, split or "train")
         elif split:
-            sources[part] = TableSource(f"source_args.{part}_split", path, split)
+            sources[part] = TableSource(f"source_args.{part}_split", _list_addresses(path), split)
     return sources
 
 
@@ -184,6 +193,7 @@ def _load_mixture(seed: int, mixture: Sequence[Part], shuffle: bool) -> Splits:
         opener = Opener(None, None, part.layout, part.columns)
         sources.append(opener.open(part.source, part.split))
     weights = [part.weight for part in mixture]
+    # The source that ends first, for its weight, decides how many rows there are of all.
     rows = min(len(tables) / weight for tables, weight in zip(sources, weights)) * sum(weights)
     streams = [
         tables.read_examples(derive_seed(seed, "mixture", number) if shuffle else None)
@@ -204,15 +214,13 @@ def _load_mixture(seed: int, mixture: Sequence[Part], shuffle: bool) -> Splits:
     )
 
 
-def _mix(
-    streams: Sequence[Iterator[Example | BadRow]], weights: Sequence[float], seed: int
-) -> Iterator[Example | BadRow]:
-    """Draw rows from streams by their weights, until one has no more: the shares hold to the end."""
-    rng = random.Random(seed)
-    numbers = range(len(streams))
+def _mix(streams: Sequence[ExampleStream], weights: Sequence[float], seed: int) -> ExampleStream:
+    """Draw rows from streams by their weights, until one has no more: the shares hold to the
+    end."""
+    generator = random.Random(seed)
     while True:
-        (number,) = rng.choices(numbers, weights)
-        item = next(streams[number], None)
-        if item is None:
+        (stream,) = generator.choices(streams, weights)
+        example = next(stream, None)
+        if example is None:
             return
-        yield item
+        yield example

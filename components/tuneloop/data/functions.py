@@ -1,4 +1,6 @@
-"""Small functions to write: ``f(x) = x * 3 - 7`` said in words, as programs for the reward ``code`` to test."""
+"""Small functions to write, described in words: ``x times 3 minus 7`` is ``f(x) = x * 3 - 7``.
+
+The reward ``code`` tests the programs that a policy writes for them."""
 
 import random
 from typing import Annotated
@@ -8,6 +10,7 @@ from pydantic import Field
 from tuneloop.data import Example, Splits
 
 WORDS = {"+": "plus", "-": "minus", "*": "times"}
+"""Operator of Python → the word for it in a prompt."""
 
 
 def load_splits(
@@ -17,23 +20,31 @@ def load_splits(
     steps: Annotated[int, Field(ge=1, le=8)] = 2,
     tests: Annotated[int, Field(ge=1)] = 3,
 ) -> Splits:
-    """Make tasks in random order, four times the `n` that are wanted, since small ones repeat, and `data_prep` drops
-    repeats. A function has `steps` operations, each on the result of the one before; `tests` calls test a program."""
-    rng = random.Random(seed)
-    return Splits.of(_example(rng, steps, tests) for _ in range(4 * n + 64))
+    """Make tasks in random order.
+
+    Args:
+        steps: operations of a function, each on the result of the one before.
+        tests: calls that test a program, at most 40.
+    """
+    generator = random.Random(seed)
+    # Small tasks repeat, and `data_prep` drops repeats: so many more are offered than are wanted.
+    return Splits.of(_make_example(generator, steps, tests) for _ in range(4 * n + 64))
 
 
-def _example(rng: random.Random, steps: int, tests: int) -> Example:
-    said, value = "x", "x"
+def _make_example(generator: random.Random, steps: int, tests: int) -> Example:
+    description = "x"
+    expression = "x"
+    # The order of these draws decides which tasks a seed gives.
     for _ in range(steps):
-        sign, number = rng.choice(list(WORDS)), rng.randint(2, 9)
-        said, value = f"{said} {WORDS[sign]} {number}", f"({value} {sign} {number})"
-    calls = [f"f({x})" for x in rng.sample(range(-20, 20), min(tests, 40))]
-    known = {"f": eval(f"lambda x: {value}", {})}
-    cases = [{"call": call, "returns": eval(call, known)} for call in calls]
+        sign = generator.choice(list(WORDS))
+        number = generator.randint(2, 9)
+        description += f" {WORDS[sign]} {number}"
+        expression = f"({expression} {sign} {number})"
+    calls = [f"f({x})" for x in generator.sample(range(-20, 20), min(tests, 40))]
+    names = {"f": eval(f"lambda x: {expression}", {})}
     return Example(
-        f"Write f(x), step by step: {said}.\n",
-        f"def f(x): return {value}",
-        metadata={"tests": cases},
+        f"Write f(x), step by step: {description}.\n",
+        f"def f(x): return {expression}",
+        metadata={"tests": [{"call": call, "returns": eval(call, names)} for call in calls]},
         rewards={"code": 1.0},
     )

@@ -1,6 +1,5 @@
 """Rows of files with what their columns mean: each file is recognised by itself."""
 
-import bisect
 import itertools
 import random
 from array import array
@@ -10,16 +9,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from tuneloop.core.errors import UserError
-from tuneloop.data import BadRow, BadValue, Example
+from tuneloop.data import BadRow, BadValue, Example, Examples, ExampleStream, ReadExample
 from tuneloop.data.columns import Columns
 from tuneloop.data.layouts import Layout, Values, find_layout, list_layouts, recognise_layout
-from tuneloop.data.readers import Row, Rows, hub
-from tuneloop.data.readers.opening import join_rows, open_files, read_file
-from tuneloop.formats.token_files import Places
+from tuneloop.data.readers import ReadRow, Row, Rows, hub
+from tuneloop.data.readers.opening import open_files, read_file
+from tuneloop.formats.sequences import LazySequence, chain_sequences
 
 PROBED = 20
 """Rows at the beginning that decide which layout a file has."""
-Place = str | list[str]
+Addresses = str | list[str]
 """A path, a glob, a folder or a name on the hub, or several."""
 
 
@@ -28,18 +27,20 @@ class Table:
     """Rows with what their columns mean.
 
     Attributes:
-        place: the file, or the first of several and their number.
+        origin: the file, or the first of several and their number.
         rows: by number; empty where they are streamed.
+        layout: of all rows; None where the columns that are set suffice.
+        columns: as the user set them, which come before what the layout says.
         stream: all rows in their final order, where they are streamed.
         unread: columns of the first rows that nothing is read from.
     """
 
-    place: str
-    rows: Rows
+    origin: str
+    rows: Sequence[ReadRow]
     layout: Layout | None
     columns: Columns
-    stream: Iterator[Row | BadRow] | None = None
-    unread: tuple[str, ...] = ()
+    unread: tuple[str, ...]
+    stream: Iterator[ReadRow] | None = None
 
     def describe(self) -> str:
         """Describe in one line what was recognised."""
@@ -47,12 +48,12 @@ class Table:
         paths = self.columns.list_paths()
         listed = ", ".join(f"{role} from {path}" for role, path in paths.items())
         if self.layout is None:
-            return f"columns as set: {listed}; {count} in {self.place}"
+            return f"columns as set: {listed}; {count} in {self.origin}"
         override = f"; as set: {listed}" if listed else ""
         recognised = f"recognised: {self.layout.title}; {self.layout.summary}{override}"
-        return f"{recognised}, {count} in {self.place}"
+        return f"{recognised}, {count} in {self.origin}"
 
-    def make_example(self, row: Row | BadRow) -> Example | BadRow:
+    def make_example(self, row: ReadRow) -> ReadExample:
         """Make an example of a row."""
         if isinstance(row, BadRow):
             return row
@@ -63,15 +64,18 @@ class Table:
             example = self.columns.apply(example, row.values)
         except BadValue as error:
             return BadRow(row.name, str(error))
-        rewards = None
-        if self.layout is not None and self.layout.rewards:
-            rewards = self.layout.rewards
-        return replace(example, row=row.name, rewards=rewards, nulls=row.nulls)
+        # A layout without rewards leaves the choice to the default.
+        rewards = self.layout.rewards if self.layout is not None else None
+        return replace(example, row=row.name, rewards=rewards or None, nulls=row.nulls)
+
+    def index_examples(self) -> Sequence[ReadExample]:
+        """Return the example of each row, made when it is read."""
+        return LazySequence(len(self.rows), lambda index: self.make_example(self.rows[index]))
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The rows of all files of a place: a table for each layout that they have."""
+    """The rows of all files of an address: a table for each layout that they have."""
 
     tables: tuple[Table, ...]
 
@@ -87,31 +91,36 @@ class Tables:
         """Describe what was recognised, in one line for each table."""
         return [table.describe() for table in self.tables]
 
-    def read_examples(self, seed: int | None) -> Iterator[Example | BadRow]:
+    def read_examples(self, seed: int | None) -> ExampleStream:
         """Yield an example, or what is wrong, for each row, in an order that `seed` decides.
         Completions that are good or bad (KTO) become pairs."""
         examples = self._read_rows(seed)
         names = [table.layout.name for table in self.tables if table.layout is not None]
         return _pair_up(examples) if "unpaired-preference" in names else examples
 
-    def _read_rows(self, seed: int | None) -> Iterator[Example | BadRow]:
+    def _read_rows(self, seed: int | None) -> ExampleStream:
         for table in self.tables:
             if table.stream is not None:
                 yield from map(table.make_example, table.stream)
-        ends = list(itertools.accumulate(len(table.rows) for table in self.tables))
-        order = array("q", range(len(self)))
+        examples = chain_sequences([table.index_examples() for table in self.tables])
+        # Eight bytes a row: a list of numbers would have five times as many.
+        order = array("q", range(len(examples)))
         if seed is not None:
             random.Random(seed).shuffle(order)
-        for place in order:
-            number = bisect.bisect_right(ends, place)
-            table = self.tables[number]
-            start = ends[number] - len(table.rows)
-            yield table.make_example(table.rows[place - start])
+        for index in order:
+            yield examples[index]
 
 
 @dataclass(frozen=True)
 class Opener:
-    """How tables are opened: what applies to all of them."""
+    """How tables are opened: what applies to all of them.
+
+    Attributes:
+        name: the configuration of a data set on the hub.
+        revision: branch, tag or commit on the hub.
+        layout: the name of the layout of all files; None: each is recognised.
+        answers: a file with more columns of the same rows; None: the one that the layout names.
+    """
 
     name: str | None
     revision: str | None
@@ -119,29 +128,30 @@ class Opener:
     columns: Columns
     answers: str | None = None
 
-    def open(self, path: Place, split: str) -> Tables:
-        """Open the rows at a place, and find out what the columns of each file mean."""
+    def open(self, path: Addresses, split: str) -> Tables:
+        """Open the rows at an address, and find out what the columns of each file mean. Raises
+        UserError: a layout is not recognised, or a column is in no row."""
         files = open_files(path, split, self.name, self.revision)
         heads = {file: read_head(rows) for file, rows in files.items()}
         layouts = {file: self._choose_layout(head, file) for file, head in heads.items() if head}
         if not layouts:
-            _refuse_first_row(*next(iter(files.items())))
+            file, rows = next(iter(files.items()))
+            _refuse_first_row(file, rows)
         columns = self._complete_columns(heads)
         columns.check(_read_values(files.values()), describe_files(list(files)))
         # A file whose first rows are all damaged is taken as what the first one is.
         usual = next(iter(layouts.values()))
-        files_by_layout: dict[Layout | None, dict[str, Rows]] = {}
-        for file, rows in files.items():
-            files_by_layout.setdefault(layouts.get(file, usual), {})[file] = rows
+        files_by_layout: dict[Layout | None, list[str]] = {}
+        for file in files:
+            files_by_layout.setdefault(layouts.get(file, usual), []).append(file)
         tables: list[Table] = []
         for layout, members in files_by_layout.items():
             head = [values for file in members for values in heads[file]]
-            rows = join_rows(list(members.values()))
+            rows = chain_sequences([files[file] for file in members])
             if layout is not None and layout.companion is not None:
-                rows = self._join_companion(rows, list(members), layout.companion)
-            place = describe_files(list(members))
+                rows = self._join_companion(rows, members, layout.companion)
             unread = list_unread(head, layout, columns)
-            tables.append(Table(place, rows, layout, columns, unread=unread))
+            tables.append(Table(describe_files(members), rows, layout, columns, unread))
         return Tables(tuple(tables))
 
     def open_stream(self, path: str, split: str, seed: int | None) -> Tables:
@@ -153,26 +163,27 @@ class Opener:
         layout = self._choose_layout(head, path)
         columns = self._complete_columns({path: head})
         columns.check(head, path)
-        rows: Rows = Places(0, lambda place: first[place])
-        unread = list_unread(head, layout, columns)
-        return Tables((Table(path, rows, layout, columns, stream, unread),))
+        return Tables(
+            (Table(path, (), layout, columns, list_unread(head, layout, columns), stream),)
+        )
 
     def _choose_layout(self, head: Sequence[Values], file: str) -> Layout | None:
         """Choose the layout of a file by its first rows; None where the columns that are set
         suffice. Raises UserError: none fits."""
         if self.layout is not None:
-            chosen = find_layout(self.layout)
-            if not any(chosen.matches(values) for values in head):
-                listed = ", ".join(chosen.columns)
+            layout = find_layout(self.layout)
+            # One row is enough: the user knows better than its neighbours.
+            if not any(layout.matches(values) for values in head):
+                listed = ", ".join(layout.columns)
                 remedy = f"does not fit {file}, which has {list_columns(head)}; it needs {listed}"
                 raise UserError("data.layout", self.layout, remedy)
-            return chosen
+            return layout
         if self.columns.is_whole:
             return None
-        layout = recognise_layout(head)
-        if layout is None:
+        recognised = recognise_layout(head)
+        if recognised is None:
             raise UserError("data", file, _explain_unknown(head))
-        return layout
+        return recognised
 
     def _complete_columns(self, heads: Mapping[str, Sequence[Values]]) -> Columns:
         """Return the columns with that of the answers where only `answer_regex` is set: the column
@@ -183,8 +194,8 @@ class Opener:
         for file, head in heads.items():
             if head and not any("answer" in values for values in head):
                 remedy = (
-                    f"cuts the answer out of a column, and {file} has none that is called 'answer': "
-                    f"name it (data.columns.answer); there are {list_columns(head)}"
+                    f"cuts the answer out of a column, and {file} has none that is called "
+                    f"'answer': name it (data.columns.answer); there are {list_columns(head)}"
                 )
                 raise UserError("data.columns.answer_regex", columns.answer_regex, remedy)
         return columns.model_copy(update={"answer": "answer"})
@@ -195,23 +206,24 @@ class Opener:
         path = find_companion(files, pattern) if self.answers is None else self.answers
         if path is None:
             return rows
-        others = read_file(path)
-        by_key = {
-            row.values[key]: dict(row.values)
-            for row in others
+        # All in memory: a leaderboard has a few thousand answers.
+        values_by_key = {
+            row.values[key]: row.values
+            for row in read_file(path)
             if isinstance(row, Row) and key in row.values
         }
 
-        def read(place: int) -> Row | BadRow:
-            row: Row | BadRow = rows[place]
+        def read(index: int) -> ReadRow:
+            row: ReadRow = rows[index]
             if isinstance(row, BadRow):
                 return row
-            more = by_key.get(row.values.get(key))
-            if more is None:
+            answers = values_by_key.get(row.values.get(key))
+            if answers is None:
                 return BadRow(row.name, f"has no answer in {path}")
-            return replace(row, values={**more, **row.values})
+            # Of a column that both have, the row's own counts.
+            return replace(row, values={**answers, **row.values})
 
-        return Places(len(rows), read)
+        return LazySequence(len(rows), read)
 
 
 def find_companion(files: Sequence[str], pattern: str) -> str | None:
@@ -219,11 +231,11 @@ def find_companion(files: Sequence[str], pattern: str) -> str | None:
     if len(files) != 1:
         return None
     file = Path(files[0])
-    beside = file.parent / pattern.format(name=file.name)
-    return str(beside) if beside.is_file() else None
+    companion = file.parent / pattern.format(name=file.name)
+    return str(companion) if companion.is_file() else None
 
 
-def _pair_up(examples: Iterable[Example | BadRow]) -> Iterator[Example | BadRow]:
+def _pair_up(examples: Examples) -> ExampleStream:
     """Yield examples, of completions that are good or bad (KTO) pairs where a prompt has both; each
     is kept until the other comes."""
     waiting: dict[str, list[Example]] = {}
@@ -231,11 +243,13 @@ def _pair_up(examples: Iterable[Example | BadRow]) -> Iterator[Example | BadRow]
         if isinstance(example, BadRow):
             yield example
             continue
-        key = repr((example.prompt, example.tools))
-        partners = waiting.setdefault(key, [])
+        partners = waiting.setdefault(repr((example.prompt, example.tools)), [])
         if partners and (partners[0].rejected is None) != (example.rejected is None):
-            partner = partners.pop(0)
-            good, bad = (partner, example) if example.rejected is not None else (example, partner)
+            # The good one has a demonstration, and the bad one what is rejected.
+            good = partners.pop(0)
+            bad = example
+            if bad.rejected is None:
+                good, bad = bad, good
             yield replace(good, rejected=bad.rejected, row=f"{good.row} with {bad.row}")
         else:
             partners.append(example)
@@ -243,10 +257,9 @@ def _pair_up(examples: Iterable[Example | BadRow]) -> Iterator[Example | BadRow]
         yield from partners
 
 
-def read_head(rows: Iterable[Row | BadRow]) -> list[Values]:
+def read_head(rows: Iterable[ReadRow]) -> list[Values]:
     """Read the values of the first rows, without those that are damaged."""
-    head = itertools.islice(rows, PROBED)
-    return [row.values for row in head if isinstance(row, Row)]
+    return list(_read_values([itertools.islice(rows, PROBED)]))
 
 
 def describe_files(files: Sequence[str]) -> str:
@@ -254,38 +267,46 @@ def describe_files(files: Sequence[str]) -> str:
     return files[0] if len(files) == 1 else f"{len(files)} files ({files[0]}, …)"
 
 
-def list_columns(head: Sequence[Values]) -> str:
-    return ", ".join(dict.fromkeys(name for values in head for name in values))
+def _list_names(head: Iterable[Values]) -> list[str]:
+    """List the names of all columns, in the order in which they come first."""
+    return list(dict.fromkeys(name for values in head for name in values))
+
+
+def list_columns(head: Iterable[Values]) -> str:
+    """List the names of all columns, for a message."""
+    return ", ".join(_list_names(head))
 
 
 def list_unread(head: Sequence[Values], layout: Layout | None, columns: Columns) -> tuple[str, ...]:
     """List the columns that neither a layout nor the user's own columns name."""
+    # Many layouts read tools, though their rows can do without.
     paths = ["tools", *columns.list_paths().values()]
-    paths += [] if layout is None else layout.columns
+    if layout is not None:
+        paths += layout.columns
     roots = {path.partition(".")[0] for path in paths}
-    names = dict.fromkeys(name for values in head for name in values)
-    return tuple(name for name in names if name not in roots and name not in paths)
+    # A column whose own name has a dot is a path that is no root.
+    return tuple(name for name in _list_names(head) if name not in roots and name not in paths)
 
 
-def _read_values(parts: Iterable[Rows]) -> Iterator[Values]:
+def _read_values(parts: Iterable[Iterable[ReadRow]]) -> Iterator[Values]:
     """Yield the values of all rows that are not damaged."""
     for rows in parts:
         yield from (row.values for row in rows if isinstance(row, Row))
 
 
-def _refuse_first_row(file: str, rows: Iterable[Row | BadRow]) -> NoReturn:
+def _refuse_first_row(file: str, rows: Iterable[ReadRow]) -> NoReturn:
     """Raise UserError: none of the first rows can be used. It says what is wrong with the first."""
     first = next(iter(rows), None)
-    reason = first.reason if isinstance(first, BadRow) else "no rows"
-    row = first.row if isinstance(first, BadRow) else file
-    raise UserError("data", row, f"{reason}; nor can its neighbours be used")
+    if isinstance(first, BadRow):
+        raise UserError("data", first.row, f"{first.reason}; nor can its neighbours be used")
+    raise UserError("data", file, "no rows; nor can its neighbours be used")
 
 
 def _explain_unknown(head: Sequence[Values]) -> str:
     """Explain which columns there are, and what would be understood."""
-    known = ", ".join(sorted(layout.name for layout in list_layouts()))
+    names = ", ".join(sorted(layout.name for layout in list_layouts()))
     return (
-        f"has the columns {list_columns(head)}, which are no layout that is known ({known}); "
+        f"has the columns {list_columns(head)}, which are no layout that is known ({names}); "
         "set data.columns (prompt, and answer, completion, or chosen and rejected; or messages), "
         "or write a source of a dozen lines (docs/extending.md)"
     )

@@ -6,13 +6,12 @@ wrapper. What cannot be settled without changing what a row means is a `BadValue
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.data import BadValue
-from tuneloop.data.readers.strict_json import measure_depth, parse_json
-from tuneloop.formats.chat_forms import join_parts
-
-Message = dict[str, Any]
+from tuneloop.data.readers.strict_json import check_depth, parse_json
+from tuneloop.formats.chat_forms import Message, find_function, join_parts
 
 ROLES = {
     "system": "system",
@@ -41,7 +40,8 @@ ROLES = {
 """Roles as data sets write them, in lower case, and what templates call them."""
 CALLING_ROLES = ("function_call", "function-call", "tool_call")
 """Roles of ShareGPT whose content is the call itself, as JSON."""
-DEPTH = 64
+SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+"""The beginning of a turn in a transcript of Anthropic's HH."""
 
 
 def parse_messages(value: Any) -> list[Message]:
@@ -51,22 +51,23 @@ def parse_messages(value: Any) -> list[Message]:
         value = parse_json(value)
     if not isinstance(value, list) or not value:
         raise BadValue("has no list of messages")
-    if measure_depth(value) > DEPTH:
-        raise BadValue(f"is nested deeper than {DEPTH} levels")
+    check_depth(value)
     messages: list[Message] = []
     for number, message in enumerate(value, start=1):
         try:
             messages.append(_parse_message(message))
         except BadValue as error:
             raise BadValue(f"message {number} {error}") from error
+    # A turn of the assistant is learned in the context before it, and there is none.
     if messages[0]["role"] == "assistant":
         raise BadValue("begins with the assistant's message: nothing comes before it")
+    # Many templates refuse a chat without the user's message, or begin one of their own.
     if not any(message["role"] == "user" for message in messages):
         raise BadValue("has no message of the user")
     return messages
 
 
-def is_messages(value: Any) -> bool:
+def is_messages(value: Any) -> TypeGuard[list[Message]]:
     """Return whether a value looks like a list of messages, in one of the forms that are known."""
     if not isinstance(value, list) or not value:
         return False
@@ -76,12 +77,7 @@ def is_messages(value: Any) -> bool:
     )
 
 
-def is_conversation(messages: list[Message]) -> bool:
-    """Return whether messages end with the assistant's, so that they are whole."""
-    return bool(messages[-1]["role"] == "assistant")
-
-
-def parse_tools(value: Any) -> list[dict[str, Any]] | None:
+def parse_tools(value: Any) -> list[JsonObject] | None:
     """Make OpenAI's list of tool schemas of a list, or of its JSON text; None where there are none.
     Raises BadValue: it is no such list."""
     if isinstance(value, str):
@@ -95,7 +91,7 @@ def parse_tools(value: Any) -> list[dict[str, Any]] | None:
     return [_parse_tool(tool) for tool in value]
 
 
-def parse_calls(value: Any) -> list[dict[str, Any]]:
+def parse_calls(value: Any) -> list[JsonObject]:
     """Make OpenAI's tool calls of a list of calls, in their wrapper or without it. Raises BadValue:
     it is no such list, or a call has no name, or arguments that are no object."""
     if isinstance(value, Mapping):
@@ -105,14 +101,16 @@ def parse_calls(value: Any) -> list[dict[str, Any]]:
     return [_parse_call(call) for call in value]
 
 
-def get_text(message: Mapping[str, Any]) -> str:
+def get_text(message: JsonMapping) -> str:
     """Return the text of a message that is normalised."""
     return str(message.get("content") or "")
 
 
 def _parse_message(message: Any) -> Message:
+    """Make one of OpenAI's messages, with what else the data set says of it. Raises BadValue."""
     if not isinstance(message, Mapping):
         raise BadValue("is no object with a role")
+    # Parquet and Arrow have every key in all messages, as null where a message has it not.
     values = {name: value for name, value in message.items() if value is not None}
     written_role = values.pop("role", values.get("from"))
     values.pop("from", None)
@@ -121,6 +119,7 @@ def _parse_message(message: Any) -> Message:
     values.pop("value", None)
     calls = values.pop("tool_calls", None)
     if role == "assistant":
+        # The key of OpenAI's API before there were `tool_calls`, for a single call.
         calls = values.pop("function_call", None) if calls is None else calls
         if not calls and written_role.lower().strip() in CALLING_ROLES:
             calls = parse_json(content) if isinstance(content, str) else content
@@ -136,7 +135,10 @@ def _parse_message(message: Any) -> Message:
         parsed["tool_calls"] = parse_calls(calls)
     _check_content(parsed, is_missing=content is None)
     if "weight" in values:
-        parsed["weight"] = _parse_weight(values.pop("weight"))
+        weight = values.pop("weight")
+        if isinstance(weight, bool) or weight not in (0, 1):
+            raise BadValue(f"has the weight {weight!r}; it may be 0 or 1")
+        parsed["weight"] = int(weight)
     return parsed | values
 
 
@@ -157,27 +159,23 @@ def _check_content(message: Message, is_missing: bool) -> None:
         raise BadValue(f"of the {role} is empty")
 
 
-def _parse_weight(weight: Any) -> int:
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise BadValue(f"has the weight {weight!r}; it may be 0 or 1")
-    return int(weight)
-
-
-def _parse_call(call: Any) -> dict[str, Any]:
+def _parse_call(call: Any) -> JsonObject:
+    """Make one of OpenAI's tool calls. Raises BadValue."""
     if not isinstance(call, Mapping):
         raise BadValue("has a tool call that is no object")
-    function = call.get("function", call)
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    function = find_function(call)
+    if function is None:
         raise BadValue("has a tool call without the name of a function")
-    arguments = function.get("arguments", function.get("parameters"))
-    parsed: dict[str, Any] = {"type": "function"}
+    parsed: JsonObject = {"type": "function"}
     if isinstance(call.get("id"), str):
         parsed["id"] = call["id"]
+    # `parameters` is the word of Llama's tool calls.
+    arguments = function.get("arguments", function.get("parameters"))
     parsed["function"] = {"name": function["name"], "arguments": parse_arguments(arguments)}
     return parsed
 
 
-def parse_arguments(arguments: Any) -> dict[str, Any]:
+def parse_arguments(arguments: Any) -> JsonObject:
     """Return the arguments of a call as an object. Raises BadValue: they are no JSON object."""
     if isinstance(arguments, str):
         arguments = parse_json(arguments) if arguments.strip() else {}
@@ -188,25 +186,22 @@ def parse_arguments(arguments: Any) -> dict[str, Any]:
     return dict(arguments)
 
 
-def _parse_tool(tool: Any) -> dict[str, Any]:
-    if isinstance(tool, str):
-        tool = parse_json(tool)
-    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+def _parse_tool(tool: Any) -> JsonObject:
+    # Some data sets have a list of JSON texts.
+    function = find_function(parse_json(tool) if isinstance(tool, str) else tool)
+    if function is None:
         raise BadValue("has a tool without a name")
     return {"type": "function", "function": dict(function)}
 
 
-SPEAKER = re.compile(r"\n\n(Human|Assistant):")
-
-
 def parse_transcript(text: str) -> list[Message]:
-    """Parse the form of Anthropic's HH: turns that begin with ``Human:`` and ``Assistant:`` after an
-    empty line. Raises BadValue: the text does not begin so."""
+    """Parse the form of Anthropic's HH: turns that begin with ``Human:`` and ``Assistant:`` after
+    an empty line. Raises BadValue: the text does not begin so."""
     pieces = SPEAKER.split(text)
     if pieces[0].strip() or len(pieces) < 3:
         raise BadValue("does not begin with a turn of the human")
+    # Speakers and their words alternate, after what stands before the first.
     return [
-        {"from": speaker.lower(), "value": said.strip()}
-        for speaker, said in zip(pieces[1::2], pieces[2::2])
+        {"from": speaker.lower(), "value": words.strip()}
+        for speaker, words in zip(pieces[1::2], pieces[2::2])
     ]

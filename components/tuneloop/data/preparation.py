@@ -60,7 +60,7 @@ def check_rewards(
     if not builder.prompts or builder.hopeless < builder.prompts:
         return
     # Beside demonstrations or pairs of the same rows, a few prompts are a by-product.
-    others = set(SPLITS) - {"train", "eval"} - splits.own
+    others = set(SPLITS) - {"train", "eval"} - splits.separate
     if not sizes["train"].number and any(counts.taken[split] for split in others):
         return
     unread = ""

@@ -46,12 +46,13 @@ REQUIREMENTS: dict[Split, Requirement] = {
 
 
 def check_required(required: Sequence[Split], splits: Splits, counts: Counts, source: str) -> None:
-    """Check that each split that later stages cannot do without has a row. Raises UserError: it says
-    what was recognised, and what can be done with these rows."""
+    """Check that each split that later stages cannot do without has a row. Raises UserError: it
+    says what was recognised, and what can be done with these rows."""
     for split in required:
         if counts.taken[split]:
             continue
         requirement = REQUIREMENTS[split]
+        # What was taken for what is the usual reason why rows are not those that a user expected.
         recognised = f" ({'; '.join(splits.lines)})" if splits.lines else ""
         if counts.fitting[split]:
             remedy = (
@@ -60,9 +61,9 @@ def check_required(required: Sequence[Split], splits: Splits, counts: Counts, so
             )
             raise UserError("data", source, remedy)
         remedy = f"has no {requirement.rows}{recognised}: name {requirement.columns}"
+        # Rows of another form may be no mistake: another pipeline trains on them.
         for other, alternative in REQUIREMENTS.items():
             if counts.fitting[other]:
-                remedy += (
-                    f"; its rows are {alternative.rows}, which are for `{alternative.command}`"
-                )
+                remedy += f"; its rows are {alternative.rows}, which are for "
+                remedy += f"`{alternative.command}`"
         raise UserError("data", source, remedy)

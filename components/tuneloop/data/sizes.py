@@ -27,6 +27,9 @@ HELD_OUT_SHARE = 0.05
 FEWEST_ROWS = 20
 """Rows from which on at least one is held out."""
 
+WantedRows = Mapping[Split, int | None]
+"""Split → rows that the user asked for; None: by default."""
+
 
 @dataclass(frozen=True)
 class Size:
@@ -38,33 +41,34 @@ class Size:
 
 
 def choose_sizes(
-    wanted: Mapping[Split, int | None], rows: int | None, own: frozenset[str], is_endless: bool
+    requested: WantedRows, rows: int | None, separate: frozenset[str], is_endless: bool
 ) -> dict[Split, Size]:
     """Choose the size of each split.
 
     Args:
-        wanted: what the user set; None: by default.
         rows: how many rows the source has; None: unknown.
-        own: splits with a table of their own, of which all rows are taken.
+        separate: splits with a table of their own, of which all rows are taken.
         is_endless: whether the source makes as many rows as are asked for.
     """
     sizes: dict[Split, Size] = {}
     for split in SPLITS:
-        number = wanted[split]
-        if number is not None or is_endless:
-            size = MADE_TO_ORDER[split] if number is None else number
-            sizes[split] = Size(size, is_exact=split != "train")
-        elif split in HELD_OUT and split not in own:
-            sizes[split] = Size(_choose_held_out(split, wanted, rows))
+        number = requested[split]
+        if number is None and is_endless:
+            number = MADE_TO_ORDER[split]
+        if number is not None:
+            # Of prompts to train on, fewer than were asked for are enough: epochs repeat them.
+            sizes[split] = Size(number, is_exact=split != "train")
+        elif split in HELD_OUT and split not in separate:
+            sizes[split] = Size(_choose_held_out(split, requested, rows))
         else:
             sizes[split] = Size(None)
     return sizes
 
 
-def count_wanted(wanted: Mapping[Split, int | None]) -> int:
+def count_wanted(requested: WantedRows) -> int:
     """Count the rows of all splits of a source that makes as many as are asked for."""
     return sum(
-        MADE_TO_ORDER[split] if number is None else number for split, number in wanted.items()
+        MADE_TO_ORDER[split] if number is None else number for split, number in requested.items()
     )
 
 
@@ -77,10 +81,10 @@ def count_held_out(rows: int | None) -> int:
     return max(1, min(MOST_HELD_OUT, int(rows * HELD_OUT_SHARE)))
 
 
-def _choose_held_out(split: Split, wanted: Mapping[Split, int | None], rows: int | None) -> int:
-    """Choose how many rows are held out: demonstrations and pairs are a share of those that the user
-    asked for, and prompts, which are asked for by themselves, of all rows."""
-    used = wanted[HELD_OUT[split]]
+def _choose_held_out(split: Split, requested: WantedRows, rows: int | None) -> int:
+    """Choose how many rows are held out: demonstrations and pairs are a share of those that the
+    user asked for, and prompts, which are asked for by themselves, of all rows."""
+    used = requested[HELD_OUT[split]]
     if split == "eval" or used is None:
-        return count_held_out(rows)
+        used = rows
     return count_held_out(used)

@@ -1,7 +1,7 @@
 """Sources by name: which one a setting means, its arguments checked, its rows loaded."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +10,7 @@ from pydantic import ValidationError, ValidationInfo, validate_call
 from tuneloop.core import plugins
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.data import Splits
 from tuneloop.data.columns import Columns
 from tuneloop.data.files import Part
@@ -18,26 +19,6 @@ from tuneloop.data.readers.opening import is_place
 
 FILES = "files"
 """The source that a path, a glob, a folder or a name on the hub stands for."""
-
-
-def find_source(
-    source: str, arguments: Mapping[str, Any], **of_files: Any
-) -> tuple[str, dict[str, Any]]:
-    """Return the source that a setting names, and its arguments: a path stands for `FILES`. Raises
-    UserError: a setting of files beside another source."""
-    chosen = {name: value for name, value in of_files.items() if value}
-    name = source
-    own = dict(arguments)
-    if chosen.get("mixture"):
-        name = FILES
-    elif not is_source_name(source):
-        name = FILES
-        own["path"] = source
-    if chosen and name != FILES:
-        setting = next(iter(chosen))
-        remedy = f"is for files; {source} makes its own rows"
-        raise UserError(f"data.{setting}", chosen[setting], remedy)
-    return name, {**own, **chosen}
 
 
 def is_source_name(source: str) -> bool:
@@ -50,6 +31,25 @@ def is_source_name(source: str) -> bool:
     return source in plugins.list_variants("data")
 
 
+def find_source_of(params: Any) -> tuple[str, JsonObject]:
+    """Return the source that the parameters of `data_prep` name, and its arguments: a path stands
+    for `FILES`. Raises UserError: a setting of files beside another source."""
+    settings = {"layout": params.layout, "columns": params.columns, "mixture": params.mixture}
+    file_settings = {name: value for name, value in settings.items() if value}
+    source = params.source
+    arguments = dict(params.source_args)
+    if params.mixture:
+        # It names its files itself, whatever the source is by default.
+        source = FILES
+    elif not is_source_name(source):
+        arguments["path"] = source
+        source = FILES
+    if file_settings and source != FILES:
+        setting, value = next(iter(file_settings.items()))
+        raise UserError(f"data.{setting}", value, f"is for files; {source} makes its own rows")
+    return source, arguments | file_settings
+
+
 def digest_source_of(params: Any) -> dict[str, str]:
     """Return the digest of the files that a source reads, to identify their contents; empty if it
     reads none."""
@@ -59,28 +59,18 @@ def digest_source_of(params: Any) -> dict[str, str]:
     except (ImportError, UserError):
         # The stage says so, if it runs.
         return {}
-    digest = getattr(module, "digest_source", None)
-    value = digest(arguments) if digest else None
-    return {"source_digest": value} if value else {}
+    digest_source = getattr(module, "digest_source", None)
+    digest = digest_source(arguments) if digest_source else None
+    return {"source_digest": digest} if digest else {}
 
 
-def find_source_of(params: Any) -> tuple[str, dict[str, Any]]:
-    return find_source(
-        params.source,
-        params.source_args,
-        layout=params.layout,
-        columns=params.columns,
-        mixture=params.mixture,
-    )
-
-
-def _find_loader(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..., Splits]:
+def _find_loader(source: str, arguments: JsonMapping, prefix: str) -> Callable[..., Splits]:
     """Find the loader of a source, and check the names of its arguments; `prefix` begins their
     errors."""
     load: Callable[..., Splits] = plugins.load_variant("data", source, "load_splits")
-    for name, parameter in plugins.check_variant_args(
-        source, load, arguments, first=2, prefix=prefix
-    ).items():
+    # The first two parameters, the number of rows and the seed, are not the user's.
+    parameters = plugins.check_variant_args(source, load, arguments, first=2, prefix=prefix)
+    for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in arguments:
             raise UserError(f"{prefix}{name}", None, f"is required by {source}")
     return load
@@ -89,34 +79,40 @@ def _find_loader(source: str, arguments: Mapping[str, Any], prefix: str) -> Call
 def check_source(source: str) -> str:
     """Refuse what is neither a source nor a place."""
     if source and not is_source_name(source) and not is_place(source):
-        known = ", ".join(plugins.list_variants("data"))
-        remedy = f"unknown; known: {known}, a dotted path pkg.mod:attr, a file, a glob or a folder"
+        names = ", ".join(plugins.list_variants("data"))
+        remedy = f"unknown; known: {names}, a dotted path pkg.mod:attr, a file, a glob or a folder"
         raise ValueError(remedy)
     return source
 
 
-def check_arguments(written: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+def check_arguments(written: JsonObject, info: ValidationInfo) -> JsonObject:
     """Refuse wrong arguments before anything runs, if the source ships with tuneloop and its packages
     are installed."""
     arguments = written
     # None: refused already.
     source = info.data.get("source")
     if source is not None and not is_source_name(source):
-        arguments = {**arguments, "path": source}
+        arguments = written | {"path": source}
         source = FILES
     if source == FILES and not (arguments.get("path") or info.data.get("mixture")):
         raise UserError("path", None, "is required: a file, a glob, a folder or hf://…")
     if source in plugins.list_shipped_variants("data"):
         with suppress(ImportError):
             load = _find_loader(source, arguments, "")
+
+            @functools.wraps(load)
+            def accept(*_: Any, **__: Any) -> None:
+                """Take the place of the loader: its types are checked, and nothing is loaded."""
+
             try:
-                validate_call(functools.wraps(load)(lambda *_, **__: None))(0, 0, **arguments)
+                validate_call(accept)(0, 0, **arguments)
             except ValidationError as error:
                 raise convert_validation_error(error) from None
     return written
 
 
 def check_layout(layout: str | None) -> str | None:
+    """Refuse an unknown layout."""
     if layout is not None:
         try:
             find_layout(layout)
@@ -126,7 +122,9 @@ def check_layout(layout: str | None) -> str | None:
     return layout
 
 
-def check_columns(columns: dict[str, Any]) -> dict[str, Any]:
+def check_columns(columns: JsonObject) -> JsonObject:
+    """Refuse columns that `Columns` does not take. They stay as they were written: defaults do not
+    become part of a run's settings."""
     try:
         Columns(**columns)
     except ValidationError as error:
@@ -134,7 +132,8 @@ def check_columns(columns: dict[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def check_mixture(mixture: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def check_mixture(mixture: list[JsonObject]) -> list[JsonObject]:
+    """Refuse sources of a mixture that `Part` does not take."""
     for number, part in enumerate(mixture):
         try:
             Part(**part)
@@ -143,9 +142,14 @@ def check_mixture(mixture: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return mixture
 
 
-def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) -> Splits:
-    """Load the splits of a source, its arguments checked against the types that it declares. Raises
-    UserError: an unknown source or argument, a wrong type, a package that is not installed."""
+def load_source(source: str, arguments: JsonMapping, n: int, seed: int) -> Splits:
+    """Load the splits of a source, its arguments checked against the types that it declares.
+
+    Args:
+        n: rows that are asked for in all splits together.
+
+    Raises UserError: an unknown source or argument, a wrong type, a package that is not
+    installed."""
     try:
         load = _find_loader(source, arguments, "source_args.")
     except ImportError as error:

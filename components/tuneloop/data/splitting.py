@@ -6,15 +6,15 @@ never trained. Rows that are equal in all that a split keeps are taken once."""
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
-from tuneloop.data import BadRow, BadValue, Example, Splits
+from tuneloop.data import BadRow, BadValue, Example, Examples, ExampleStream, Prompt, Splits
 from tuneloop.data.budgets import Budget
-from tuneloop.data.columns import as_messages
+from tuneloop.data.columns import add_system, as_messages
 from tuneloop.data.readers.strict_json import check_encodable
 from tuneloop.data.sizes import HELD_OUT, SPLITS, Size, Split
 
@@ -25,14 +25,17 @@ PAIR_SPLITS = ("preference", "preference_eval")
 
 @dataclass(frozen=True)
 class Form:
-    """How prompts become text: `chat` makes a plain one the user's message, `system` begins chats."""
+    """How prompts become text.
+
+    Attributes:
+        chat: whether a plain prompt becomes the user's message.
+        system: what begins every chat that does not begin so itself; None: nothing.
+    """
 
     chat: bool = False
     system: str | None = None
 
-    def render(
-        self, prompt: str | list[dict[str, Any]], is_plain: bool = False
-    ) -> tuple[str, bool]:
+    def render(self, prompt: Prompt, is_plain: bool = False) -> tuple[str, bool]:
         """Return the text of the column ``prompt``, and whether it is a chat.
 
         Args:
@@ -41,13 +44,19 @@ class Form:
             return prompt, False
         messages = as_messages(prompt)
         if self.system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system}, *messages]
+            messages = add_system(messages, self.system)
         return dump_json(messages), True
 
 
 @dataclass(frozen=True)
 class RoutedRow:
-    """An example with the splits that get it, and its prompt as text."""
+    """An example with the splits that get it, and what of it becomes columns of text.
+
+    Attributes:
+        prompt: text, or JSON of messages where `is_chat`.
+        conversation: JSON of messages; None where the prompt is what is learned from.
+        tools: JSON of their schemas; None where there are none.
+    """
 
     example: Example
     splits: tuple[Split, ...]
@@ -85,11 +94,7 @@ class Router:
     """Reads the streams of a source, and says of each row which splits it belongs to."""
 
     def __init__(
-        self,
-        splits: Splits,
-        sizes: Mapping[Split, Size],
-        form: Form,
-        bad_rows: Budget,
+        self, splits: Splits, sizes: Mapping[Split, Size], form: Form, bad_rows: Budget
     ) -> None:
         self.sizes = sizes
         self.form = form
@@ -97,42 +102,50 @@ class Router:
         self.counts = Counts()
         self.total = splits.rows
         # How many rows there are in all is not known beside tables of their own.
-        self._checked_early = None if splits.own else splits.rows
-        self._own = splits.own
+        self._checked_early = None if splits.separate else splits.rows
+        self._separate = splits.separate
         self._streams = _open_streams(splits)
+        # Digests, of 16 bytes each, so that the rows themselves need not be kept: of a prompt → the
+        # splits that its rows may go to, as bits; of what a split keeps of its rows; and of a
+        # prompt → its answer.
         self._homes: dict[int, int] = {}
         self._contents: set[int] = set()
         self._answers: dict[int, int] = {}
         # Bare answers are demonstrations only where the user wants some, or wants nothing else.
-        wanted = sizes["sft"].number
-        self._takes_answers = bool(wanted) or sizes["train"].number == 0
+        self._takes_answers = bool(sizes["sft"].number) or sizes["train"].number == 0
 
     def route(self) -> Iterator[RoutedRow]:
         """Yield all rows that a split gets, as they are read."""
         for split in self._list_order():
             stream = self._streams[split]
             served = [other for other in SPLITS if self._streams[other] is stream]
-            while self._has_room(split) and (item := next(stream, None)) is not None:
+            while self._has_room(split):
+                example = next(stream, None)
+                if example is None:
+                    break
                 self.counts.read += 1
-                if isinstance(item, BadRow):
-                    self.bad_rows.add(item.row, item.reason)
-                    self.bad_rows.check_early(self._checked_early)
+                if isinstance(example, BadRow):
+                    self._leave_out(example)
                     continue
                 try:
-                    routed = self._route_example(item, split, served)
+                    routed = self._route_example(example, split, served)
                 except BadValue as error:
-                    self.bad_rows.add(name_row(item), str(error))
-                    self.bad_rows.check_early(self._checked_early)
+                    self._leave_out(BadRow(name_row(example), str(error)))
                     continue
                 if routed is not None:
                     yield routed
+
+    def _leave_out(self, bad: BadRow) -> None:
+        """Count a row that cannot be used. Raises UserError as soon as there are too many."""
+        self.bad_rows.add(bad.row, bad.reason)
+        self.bad_rows.check_early(self._checked_early)
 
     def _list_order(self) -> list[Split]:
         """List the splits in the order in which they take rows.
 
         Held-out tables of the user's come first, whatever their size: the other splits must know
         their prompts before they take rows of other tables."""
-        held_out = [split for split in HELD_OUT if split in self._own]
+        held_out = [split for split in HELD_OUT if split in self._separate]
         limited = [split for split in SPLITS if self.sizes[split].number]
         opened = [split for split in SPLITS if self.sizes[split].number is None]
         return list(dict.fromkeys([*held_out, *limited, *opened]))
@@ -144,9 +157,11 @@ class Router:
     def _route_example(
         self, example: Example, current: Split, served: list[Split]
     ) -> RoutedRow | None:
-        of_its_form = self._list_fitting(example)
-        self.counts.fitting.update(of_its_form)
-        fitting = [split for split in of_its_form if split in served]
+        """Choose the splits of an example that was read for the split `current`, from a stream that
+        all splits in `served` share. Return None where no split takes it."""
+        fitting = self._list_fitting(example)
+        self.counts.fitting.update(fitting)
+        fitting = [split for split in fitting if split in served]
         if not fitting:
             self.counts.unused += 1
             return None
@@ -161,25 +176,22 @@ class Router:
         if not chosen:
             return None
         conflicting_before = self.counts.conflicting
-        kept = tuple(split for split in chosen if self._is_new(split, example, prompt, tools))
-        if not kept:
+        new = tuple(split for split in chosen if self._is_new(split, example, prompt, tools))
+        if not new:
+            # With another answer it was counted as conflicting.
             self.counts.repeated += self.counts.conflicting == conflicting_before
             return None
         self._homes.setdefault(key, sum(1 << SPLITS.index(split) for split in chosen))
-        self.counts.taken.update(kept)
+        self.counts.taken.update(new)
         self.counts.nulls += example.nulls > 0
-        return RoutedRow(example, kept, prompt, is_chat, conversation, tools)
+        return RoutedRow(example, new, prompt, is_chat, conversation, tools)
 
     def _list_fitting(self, example: Example) -> list[Split]:
         """List the splits that take an example of this form."""
-        is_whole = is_conversation(example)
+        is_whole = example.is_conversation
         is_pair = example.rejected is not None
-        has_demonstration = (
-            is_whole
-            or example.conversation is not None
-            or example.demonstration is not None
-            or example.solution is not None
-        )
+        demonstrations = (example.conversation, example.demonstration, example.solution)
+        has_demonstration = is_whole or demonstrations != (None, None, None)
         has_answer = example.answer is not None
         fitting: list[Split] = []
         if not is_whole and (has_answer or not (has_demonstration or is_pair)):
@@ -189,12 +201,13 @@ class Router:
         if can_demonstrate and (not is_pair or self.sizes["sft"].number):
             fitting += ["sft", "sft_eval"]
         # A source that makes its rows may make a pair of equals: there is nothing to prefer.
-        if is_pair and get_completion(example) not in (None, example.rejected):
+        if is_pair and example.completion not in (None, example.rejected):
             fitting += ["preference", "preference_eval"]
         return fitting
 
     def _choose(self, key: int, fitting: list[Split], current: Split) -> list[Split]:
         """Choose the splits of a row with this prompt among those that it fits."""
+        # All rows of a prompt go where its first one went: what is held out is never trained.
         home = self._homes.get(key)
         if home is not None:
             at_home = [split for split in fitting if home >> SPLITS.index(split) & 1]
@@ -206,11 +219,13 @@ class Router:
             return chosen
         free = [split for split in fitting if self._has_room(split)]
         limited = [split for split in free if self.sizes[split].number is not None]
-        held_out = [split for split in limited if split in HELD_OUT]
         if current in limited:
             return [current]
-        if held_out or limited:
+        if limited:
+            # Held-out splits are filled first, from wherever their rows come.
+            held_out = [split for split in limited if split in HELD_OUT]
             return [min(held_out or limited, key=SPLITS.index)]
+        # Splits that take all rows share them: prompts with solutions are demonstrations, too.
         if not free:
             self.counts.unused += 1
         return free
@@ -221,44 +236,27 @@ class Router:
 
     def _is_new(self, split: Split, example: Example, prompt: str, tools: str | None) -> bool:
         """Return whether a split has no row yet that is equal in all that it keeps of this one."""
+        completion = example.completion or ""
         if split in PROMPT_SPLITS:
-            kind = "prompt"
-            parts: list[str] = []
+            content = _hash("prompt", prompt, tools or "")
+            answer = _hash(example.answer or "")
+            # Of two answers to one prompt, nothing says which is right: the first one is taken.
+            self.counts.conflicting += self._answers.setdefault(content, answer) != answer
         elif split in DEMONSTRATION_SPLITS:
-            kind = "demonstration"
-            parts = [dump_json(example.conversation) if example.conversation else ""]
-            parts += [get_completion(example) or ""]
+            conversation = dump_json(example.conversation) if example.conversation else ""
+            content = _hash("demonstration", prompt, tools or "", conversation, completion)
         else:
-            kind = "pair"
-            parts = [get_completion(example) or "", example.rejected or ""]
-        content = _hash(kind, prompt, tools or "", *parts)
-        if content not in self._contents:
-            self._contents.add(content)
-            if kind == "prompt":
-                self._answers[content] = _hash(example.answer or "")
-            return True
-        if kind == "prompt" and self._answers[content] != _hash(example.answer or ""):
-            self.counts.conflicting += 1
-        return False
-
-
-def is_conversation(example: Example) -> bool:
-    """Return whether the prompt of an example is a whole conversation."""
-    prompt = example.prompt
-    return isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
-
-
-def get_completion(example: Example) -> str | None:
-    """Return what follows the prompt for SFT, and in the better side of a pair."""
-    if is_conversation(example):
-        return None
-    solution = example.answer if example.solution is None else example.solution
-    return solution if example.demonstration is None else example.demonstration
+            content = _hash("pair", prompt, tools or "", completion, example.rejected or "")
+        if content in self._contents:
+            return False
+        self._contents.add(content)
+        return True
 
 
 def check_row(example: Example, prompt: str) -> None:
     """Check what no split can keep. Raises BadValue with the reason."""
-    if not (prompt if isinstance(example.prompt, str) else "-").strip():
+    # Messages were checked where they were parsed.
+    if isinstance(example.prompt, str) and not prompt.strip():
         raise BadValue("has an empty prompt")
     texts = [example.answer, example.solution, example.demonstration, example.rejected]
     if any(text is not None and not text.strip() for text in texts):
@@ -283,10 +281,10 @@ def dump_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _open_streams(splits: Splits) -> dict[Split, Iterator[Example | BadRow]]:
+def _open_streams(splits: Splits) -> dict[Split, ExampleStream]:
     """Return the stream of each split; splits that share an iterable share its iterator."""
     pairs = splits.train if splits.preference is None else splits.preference
-    sources: dict[Split, Iterable[Example | BadRow]] = {
+    sources: dict[Split, Examples] = {
         "eval": splits.eval,
         "sft_eval": splits.sft if splits.sft_eval is None else splits.sft_eval,
         "sft": splits.sft,
@@ -314,8 +312,10 @@ def _get_key(example: Example, prompt: str, is_chat: bool) -> str:
 
 
 def _hash(*parts: str) -> int:
+    """Digest texts to 128 bits: among a billion rows no two are equal by chance."""
     state = xxhash.xxh3_128()
     for part in parts:
+        # With its length, as the same text cut elsewhere is another row.
         data = part.encode("utf-8", "surrogatepass")
         state.update(f"{len(data)}:".encode())
         state.update(data)

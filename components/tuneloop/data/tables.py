@@ -3,34 +3,29 @@
 import functools
 import itertools
 import json
-import logging
-import os
-import signal
 import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tuneloop.core import plugins
-from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.data.sizes import SPLITS, Split
-from tuneloop.data.splitting import PROMPT_SPLITS, RoutedRow, get_completion, name_row
+from tuneloop.data.splitting import PROMPT_SPLITS, RoutedRow, name_row
 from tuneloop.rewards.proof import prove_answers
 from tuneloop.rewards.scoring import find_reward, parse_spec
 
 Examine = Callable[..., pa.Table]
+"""Adds to a table of `SCHEMA` what `examine_answers` adds."""
 Preparation = Literal["here", "ray"]
 ROWS = 1024
 """Rows in a table, which is a row group of Parquet: this many are in memory at once."""
-WINDOW = 64
-"""Tables in one Ray Data job."""
 SAMPLED = 32
 """Gold answers that are judged by a reward whose calls cost (``COSTLY``)."""
 TEXTS = (
@@ -48,26 +43,14 @@ TEXTS = (
     "rejected",
     "conversation",
 )
-SCHEMA = pa.schema([*((name, pa.string()) for name in TEXTS), ("chat", pa.bool_())])
-EXAMINED = pa.schema([*SCHEMA, ("trouble", pa.string()), ("host", pa.string())])
+TEXT = pa.string()
+SCHEMA = pa.schema(dict.fromkeys(TEXTS, TEXT) | {"chat": pa.bool_()})
+"""A row that is not examined yet, for any split."""
 
-ASKED = {
-    "id": pa.string(),
-    "prompt": pa.string(),
-    "chat": pa.bool_(),
-    "tools": pa.string(),
-    "row": pa.string(),
-}
-PROMPTS = pa.schema(
-    {
-        **ASKED,
-        "answer": pa.string(),
-        "reward": pa.string(),
-        "metadata": pa.string(),
-    }
-)
-DEMONSTRATIONS = pa.schema({**ASKED, "completion": pa.string()})
-PAIRS = pa.schema({**ASKED, "chosen": pa.string(), "rejected": pa.string()})
+PROMPT_COLUMNS = {"id": TEXT, "prompt": TEXT, "chat": pa.bool_(), "tools": TEXT, "row": TEXT}
+PROMPTS = pa.schema(PROMPT_COLUMNS | {"answer": TEXT, "reward": TEXT, "metadata": TEXT})
+DEMONSTRATIONS = pa.schema(PROMPT_COLUMNS | {"completion": TEXT})
+PAIRS = pa.schema(PROMPT_COLUMNS | {"chosen": TEXT, "rejected": TEXT})
 SCHEMAS: dict[Split, pa.Schema] = {
     "eval": PROMPTS,
     "sft_eval": DEMONSTRATIONS,
@@ -76,6 +59,7 @@ SCHEMAS: dict[Split, pa.Schema] = {
     "preference": PAIRS,
     "train": PROMPTS,
 }
+"""Split → the columns of its file."""
 DEFAULT_REWARDS: Mapping[str, float] = {"exact": 1.0}
 """What judges rows where neither the user nor the source says it."""
 ALWAYS_WRITTEN = ("eval", "sft", "train")
@@ -92,7 +76,7 @@ class RowBuilder:
         hopeless: those of them without an answer that the default reward would compare with.
     """
 
-    def __init__(self, rewards: Mapping[str, float] | None, reward_args: Mapping[str, Any]) -> None:
+    def __init__(self, rewards: Mapping[str, float] | None, reward_args: JsonMapping) -> None:
         self.rewards = rewards
         self.reward_args = reward_args
         self.specs: Counter[str] = Counter()
@@ -100,7 +84,7 @@ class RowBuilder:
         self.hopeless = 0
         self._sampled: Counter[str] = Counter()
 
-    def build(self, routed: RoutedRow) -> dict[str, Any]:
+    def build(self, routed: RoutedRow) -> JsonObject:
         """Build the row of an example."""
         example = routed.example
         rewards = self.rewards or example.rewards or DEFAULT_REWARDS
@@ -109,10 +93,10 @@ class RowBuilder:
         if not set(PROMPT_SPLITS).isdisjoint(routed.splits):
             self.prompts += 1
             self.hopeless += rewards is DEFAULT_REWARDS and example.answer is None
-        metadata = {**example.metadata, **self.reward_args}
+        metadata = example.metadata | dict(self.reward_args)
+        # The rewards `tool_calls` and `json_schema` read them.
         if example.tools is not None:
             metadata.setdefault("tools", example.tools)
-        solution = example.answer if example.solution is None else example.solution
         return {
             "row": example.row,
             "name": name_row(example),
@@ -124,8 +108,8 @@ class RowBuilder:
             "reward": spec,
             "judges": self._choose_judges(rewards, example.answer is not None),
             "metadata": json.dumps(metadata, sort_keys=True, ensure_ascii=False, allow_nan=False),
-            "solution": solution,
-            "completion": get_completion(example),
+            "solution": example.full_solution,
+            "completion": example.completion,
             "rejected": example.rejected,
             "conversation": routed.conversation,
         }
@@ -140,6 +124,7 @@ class RowBuilder:
             if find_reward(name).needs_episode:
                 continue
             if is_costly(name):
+                # Reference answers of a data set are right or wrong together, by their form.
                 self._sampled[name] += 1
                 if self._sampled[name] > SAMPLED:
                     continue
@@ -151,11 +136,12 @@ class RowBuilder:
 def is_costly(name: str) -> bool:
     """Return whether calls of a reward cost: its module says ``COSTLY = True``."""
     plugin = plugins.load_variant("rewards", name)
+    # A reward may be a module, or a function of one.
     module = sys.modules.get(getattr(plugin, "__module__", ""))
     return bool(getattr(plugin, "COSTLY", getattr(module, "COSTLY", False)))
 
 
-def build_tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[pa.Table]:
+def build_tables(rows: Iterable[JsonMapping]) -> Iterator[pa.Table]:
     """Yield `rows` as tables of `SCHEMA`."""
     rows = iter(rows)
     while part := list(itertools.islice(rows, ROWS)):
@@ -165,25 +151,29 @@ def build_tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[pa.Table]:
 def examine_answers(
     table: pa.Table, timeout_s: float, progress: Callable[[int], None] | None = None
 ) -> pa.Table:
-    """Return `table` with ``host``, where it was examined, and ``trouble``: what is wrong with a gold
-    answer according to the row's judges; null if nothing is. `progress`: see `score_all`."""
+    """Return `table` with two more columns.
+
+    ``trouble`` is what is wrong with a gold answer according to the row's judges; null if nothing
+    is. ``host`` is the machine where it was examined.
+
+    Args:
+        timeout_s: seconds that one call of a reward may take.
+        progress: see `score_all`."""
     rows = table.to_pylist()
     troubles: list[str | None] = [None] * len(rows)
     # Rows of a mixture have different judges; those of one data set usually share them.
-    places_by_judges: dict[str, list[int]] = {}
-    for place, row in enumerate(rows):
+    indices_by_judges: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
         if row["judges"] is not None:
-            places_by_judges.setdefault(row["judges"], []).append(place)
-    for judges, places in places_by_judges.items():
-        judged = [rows[place] for place in places]
-        for place, trouble in zip(
-            places, prove_answers(judged, parse_spec(judges), timeout_s, progress)
-        ):
-            troubles[place] = trouble
-    columns = {name: table[name] for name in SCHEMA.names}
-    columns["trouble"] = pa.array(troubles, pa.string())
-    columns["host"] = pa.array([socket.gethostname()] * len(rows), pa.string())
-    return pa.table(columns, schema=EXAMINED)
+            indices_by_judges.setdefault(row["judges"], []).append(index)
+    for judges, indices in indices_by_judges.items():
+        judged = [rows[index] for index in indices]
+        proofs = prove_answers(judged, parse_spec(judges), timeout_s, progress)
+        for index, trouble in zip(indices, proofs):
+            troubles[index] = trouble
+    hosts = [socket.gethostname()] * len(rows)
+    table = table.append_column("trouble", pa.array(troubles, TEXT))
+    return table.append_column("host", pa.array(hosts, TEXT))
 
 
 class SplitWriter:
@@ -191,6 +181,7 @@ class SplitWriter:
     ``SPLIT-000000`` in that order."""
 
     def __init__(self, folder: Path, split: Split) -> None:
+        """Open nothing yet: a split without rows may have no file."""
         self.split = split
         self.schema = SCHEMAS[split]
         self.path = folder / f"{split}.parquet"
@@ -204,14 +195,15 @@ class SplitWriter:
         self._pending.append(self._convert(table))
         self._pending_rows += table.num_rows
         self.rows += table.num_rows
+        # Row groups are of the same rows however the tables were cut: equal data, equal bytes.
         while self._pending_rows >= ROWS:
-            whole = pa.concat_tables(self._pending)
-            self._write(whole.slice(0, ROWS))
-            self._pending = [whole.slice(ROWS)]
+            pending = pa.concat_tables(self._pending)
+            self._write(pending.slice(0, ROWS))
+            self._pending = [pending.slice(ROWS)]
             self._pending_rows -= ROWS
 
     def close(self) -> None:
-        """Write what is left. Of pairs and held-out demonstrations there is no file without rows."""
+        """Write what is pending. Pairs and held-out demonstrations have no file without rows."""
         if self._pending_rows:
             self._write(pa.concat_tables(self._pending))
         if self._file is None and self.split in ALWAYS_WRITTEN:
@@ -220,17 +212,18 @@ class SplitWriter:
             self._file.close()
 
     def _convert(self, table: pa.Table) -> pa.Table:
+        """Return the columns of the split, of rows that are examined."""
         names = [f"{self.split}-{self.rows + number:06d}" for number in range(table.num_rows)]
         columns = {name: table[name] for name in table.column_names}
-        columns["id"] = pa.array(names, pa.string())
+        columns["id"] = pa.array(names, TEXT)
         columns["answer"] = columns["answer"].fill_null("")
         columns["chosen"] = columns["completion"]
         if self.schema is DEMONSTRATIONS:
             # A whole conversation is the prompt itself, and nothing is left to complete.
-            has_own = pc.is_valid(columns["conversation"])
-            nothing = pa.scalar(None, pa.string())
+            is_whole = pc.is_valid(columns["conversation"])
+            nothing = pa.scalar(None, TEXT)
             columns["prompt"] = pc.coalesce(columns["conversation"], columns["prompt"])
-            columns["completion"] = pc.if_else(has_own, nothing, columns["completion"])
+            columns["completion"] = pc.if_else(is_whole, nothing, columns["completion"])
         return pa.table({name: columns[name] for name in self.schema.names}, schema=self.schema)
 
     def _write(self, table: pa.Table) -> None:
@@ -249,56 +242,3 @@ def select_split(table: pa.Table, split: Split) -> pa.Table:
 def open_writers(folder: Path) -> dict[Split, SplitWriter]:
     """Open a writer for each split."""
     return {split: SplitWriter(folder, split) for split in SPLITS}
-
-
-@contextmanager
-def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.Table]]]:
-    """Yield a `map` of tables, in order, by Ray Data: on the cluster that ``RAY_ADDRESS`` names (in a RayJob, its own),
-    else on this machine. Raises UserError: Ray is not installed; Retryable: the cluster does not answer, or fails."""
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise UserError(
-            "data_prep.preparation", "ray", f"needs {error.name}; pip install 'tuneloop[ray]'"
-        ) from error
-    address = os.environ.get("RAY_ADDRESS", "local")
-    heard = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        ray.init(
-            address, log_to_driver=False, include_dashboard=False if address == "local" else None
-        )
-    except ConnectionError as error:
-        raise Retryable(f"data_prep: Ray at {address} does not answer ({error})") from error
-    except Exception as error:
-        if (
-            type(error) is not Exception
-        ):  # which is what Ray raises where its own processes are not up after 30 s
-            raise
-        raise Retryable(f"data_prep: Ray did not start ({error})") from error
-    with suppress(ValueError):  # not the main thread: Ray changed no handlers
-        for number, handler in heard.items():
-            signal.signal(number, handler)
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    context = ray.data.DataContext.get_current()
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-
-    def mapped(given: Iterable[pa.Table], function: Examine) -> Iterator[pa.Table]:
-        given = iter(given)
-        while window := list(itertools.islice(given, WINDOW)):
-            data = ray.data.from_arrow(window).map_batches(
-                function, batch_size=None, batch_format="pyarrow"
-            )
-            yield from data.iter_batches(
-                batch_size=ROWS, batch_format="pyarrow"
-            )  # as they came, whatever its blocks
-
-    try:
-        yield mapped
-    except ray.exceptions.RayTaskError:  # what the function raised
-        raise
-    except ray.exceptions.RayError as error:
-        raise Retryable(f"data_prep: Ray: {str(error).splitlines()[0]}") from error
-    finally:
-        ray.shutdown()

@@ -22,7 +22,8 @@ def find_model_class(directory: Path) -> Any:
 
 
 def choose_dense_attention(model_class: Any) -> str:
-    """Return transformers' name of the attention that a class has on every device: sdpa, or eager for the few without.
+    """Return transformers' name of the attention that a class has on every device: sdpa, or eager
+    for the few without.
 
     gpt-oss is one of these: its attention has sinks."""
     return "sdpa" if supports_attention(model_class, "sdpa") else "eager"
@@ -37,13 +38,15 @@ def supports_attention(model_class: Any, name: str) -> bool:
     if name == "sdpa":
         return bool(model_class._supports_sdpa)
     if name == FLASH:
+        # Newer versions list the kernels that a model with sinks, for one, can do with.
         kernels = getattr(model_class, "_compatible_flash_implementations", None)
         return bool(model_class._supports_flash_attn) and (kernels is None or name in kernels)
     return True
 
 
 def find_recurrent_layers(config: Any) -> list[str]:
-    """Find the kinds of layers with a state that goes from token to token: linear attention, convolutions.
+    """Find the kinds of layers with a state that goes from token to token: linear attention,
+    convolutions.
 
     In a packed row such a state would go on from one document into the next."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []

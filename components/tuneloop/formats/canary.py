@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 FILE = "canary.json"
 LENGTH = 128
 """The maximum number of tokens. Their mean noise varies by a tenth from text to text."""
+CHARACTERS = 8
+"""Characters of text that are taken for a token."""
 NOISE_FACTOR = 3.0
 """An engine's mean distance may be this many times the noise: kernels round in different places."""
 FLOOR = 0.01
@@ -124,7 +126,7 @@ def encode_text(
         At least two ids, and their origin as `Canary.text` names it.
     """
     # A token is seldom longer than eight characters, so more text would be encoded for nothing.
-    text = _take_characters(prompts, 8 * length)
+    text = _take_characters(prompts, CHARACTERS * length)
     origin = "prompts" if text else "english"
     ids = _encode(tokenizer, text, vocab_size, length)
     if len(ids) < length:
@@ -141,6 +143,7 @@ def _encode(tokenizer: Any, text: str, vocab_size: int, length: int) -> list[int
 
 
 def _take_characters(texts: Iterable[str], count: int) -> str:
+    """Join the first texts that have `count` characters together, or all of them."""
     chosen: list[str] = []
     size = 0
     # A prompt may have no answer, and a message no content.
@@ -174,8 +177,11 @@ def canary_logprobs(model: Any, ids: list[int], dtype: "dtype | None" = None) ->
     try:
         with torch.no_grad(), computing_in(model, dtype) if dtype else nullcontext():
             tokens = torch.tensor([ids], device=device)
-            logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
-            chosen = torch.log_softmax(logits, dim=-1).gather(1, tokens[0, 1:, None])
+            output = model(input_ids=tokens, use_cache=False)
+            # Of each position but the last: what follows that is no token of ours.
+            logits = output.logits[0, :-1].float()
+            logprobs = torch.log_softmax(logits, dim=-1)
+            chosen = logprobs.gather(1, tokens[0, 1:, None])
     finally:
         model.train(training)
     return [float(value) for value in chosen[:, 0].cpu()]
@@ -191,31 +197,40 @@ def computing_in(model: Any, dtype: "dtype") -> Iterator[None]:
     """
     from torch.nn import ModuleList
 
+    # The layers of a decoder are its largest list of modules; experts are lists inside of them.
     lists = [module for module in model.modules() if isinstance(module, ModuleList)]
     layers: Iterable[Any] = max(lists, key=_count_parameters, default=())
     originals: dict[Any, list[tuple[Tensor, Tensor]]] = {}
 
     def cast(owner: Any, parameters: Iterable["Tensor"]) -> None:
-        chosen = [p for p in parameters if p.is_floating_point() and p.dtype != dtype]
-        originals[owner] = [(parameter, parameter.data) for parameter in chosen]
-        for parameter in chosen:
-            parameter.data = parameter.data.to(dtype)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for parameter in parameters:
+            if parameter.is_floating_point() and parameter.dtype != dtype:
+                pairs.append((parameter, parameter.data))
+                parameter.data = parameter.data.to(dtype)
+        originals[owner] = pairs
 
     def restore(owner: Any) -> None:
         for parameter, data in originals.pop(owner, []):
             parameter.data = data
 
+    def cast_layer(layer: Any, _: Any) -> None:
+        cast(layer, layer.parameters())
+
+    def restore_layer(layer: Any, *_: Any) -> None:
+        restore(layer)
+
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    hooks = []
+    hooks: list[Any] = []
     try:
-        cast(model, [p for p in model.parameters() if id(p) not in in_layers])
+        # Embeddings and the head are cast for as long as the block runs.
+        cast(model, [item for item in model.parameters() if id(item) not in in_layers])
         for layer in layers:
-            hooks += [
-                layer.register_forward_pre_hook(lambda owner, _: cast(owner, owner.parameters())),
-                layer.register_forward_hook(lambda owner, *_: restore(owner)),
-            ]
+            hooks.append(layer.register_forward_pre_hook(cast_layer))
+            hooks.append(layer.register_forward_hook(restore_layer))
         yield
     finally:
+        # A forward pass that failed has not restored its layer.
         for hook in hooks:
             hook.remove()
         for owner in list(originals):
@@ -249,7 +264,9 @@ def make_canary(
     rounded = torch.bfloat16 if model.dtype == torch.float32 else None
     served = str(rounded or model.dtype).removeprefix("torch.")
     logprobs = canary_logprobs(model, ids, torch.float32)
-    noise = measure_noise(canary_logprobs(model, ids, rounded), logprobs, served)
+    served_logprobs = canary_logprobs(model, ids, rounded)
+    noise = measure_noise(served_logprobs, logprobs, served)
+    # Of other tokens the numbers of the version before cannot be compared.
     before = previous.logprobs if previous and previous.ids == ids else None
     canary = Canary(ids=ids, logprobs=logprobs, noise=noise, text=text, before=before)
     indistinct_since = previous.indistinct_since if previous else None
@@ -266,7 +283,7 @@ def write_canary(model: Any, path: Path, ids: list[int] | None = None) -> None:
 
 def measure_noise(answers: Sequence[float], reference: Sequence[float], dtype: str) -> Noise:
     """Measure the differences between two computations of the same weights."""
-    gaps = [abs(ours - theirs) for ours, theirs in zip(answers, reference, strict=True)]
+    gaps = [abs(difference) for difference in _subtract(answers, reference)]
     return Noise(
         dtype=dtype,
         mean=sum(gaps) / len(gaps),
@@ -280,12 +297,16 @@ def estimate_separation(canary: Canary) -> float:
     an engine that serves it; 0 where they are equal, or where there is none before."""
     if canary.before is None:
         return 0.0
-    step = math.hypot(*(a - b for a, b in zip(canary.logprobs, canary.before, strict=True)))
-    return step / max(canary.noise.rms, RESOLUTION)
+    step = _subtract(canary.logprobs, canary.before)
+    return math.hypot(*step) / max(canary.noise.rms, RESOLUTION)
+
+
+def _subtract(numbers: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [number - other for number, other in zip(numbers, others, strict=True)]
 
 
 def tell_versions_apart(
-    answers: Sequence[float], now: Sequence[float], before: Sequence[float]
+    answers: Sequence[float], claimed: Sequence[float], before: Sequence[float]
 ) -> dict[str, float]:
     """Measure which of two versions an engine's log-probabilities belong to.
 
@@ -296,21 +317,24 @@ def tell_versions_apart(
 
     Args:
         answers: of the engine.
-        now: of the trainer, for the version that is claimed.
+        claimed: of the trainer, for the version that the engine says it serves.
         before: of the trainer, for the version before.
 
     Returns:
         The ``separation`` of the versions in standard deviations of the noise, 0 where they are the
-        same; and the ``log_likelihood_ratio`` (nats) of `now` against `before`, positive where
-        `now` is nearer.
+        same; and the ``log_likelihood_ratio`` (nats) of `claimed` against `before`, positive
+        where `claimed` is nearer.
     """
-    step = [a - b for a, b in zip(now, before, strict=True)]
+    step = _subtract(claimed, before)
     length = math.hypot(*step)
     if not length:
         return {"separation": 0.0, "log_likelihood_ratio": 0.0}
-    moved = [a - b for a, b in zip(answers, before, strict=True)]
+    moves = _subtract(answers, before)
     # The position is 0 at the version before, and 1 at the one that is claimed.
-    position = sum(m * s for m, s in zip(moved, step)) / length**2
-    across = math.hypot(*(m - position * s for m, s in zip(moved, step)))
-    separation = length / max(across / math.sqrt(len(step) - 1), RESOLUTION)
+    products = [move * part for move, part in zip(moves, step)]
+    position = sum(products) / length**2
+    across = _subtract(moves, [position * part for part in step])
+    # The position took one of the degrees of freedom.
+    noise = math.hypot(*across) / math.sqrt(len(step) - 1)
+    separation = length / max(noise, RESOLUTION)
     return {"separation": separation, "log_likelihood_ratio": (position - 0.5) * separation**2}

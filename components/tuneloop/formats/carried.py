@@ -1,52 +1,56 @@
-"""Groups that an iteration leaves to the next: `rollout` writes them, `reward` and `policy_update` pass them on. So the
-checkpoint that the next `rollout` samples with has them, and a loop needs no other state."""
+"""Groups that an iteration leaves to the next: `rollout` writes them, `reward` and `policy_update`
+pass them on. So the checkpoint that the next `rollout` samples with has them, and a loop needs no
+other state."""
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.formats.rollouts import Completion, Ids
 
 CARRIED = "carried.parquet"
 """The file of the carried groups; its columns are those of ``rollouts.parquet``."""
-ABOUT = "tuneloop"
-"""Key of the Parquet schema's metadata: JSON with ``drawn``, the prompts taken so far, and ``options`` of sampling."""
+METADATA = "tuneloop"
+"""Key of the Parquet schema's metadata: JSON with ``drawn``, the prompts taken so far, and
+``options`` of sampling."""
 
 
 @dataclass(frozen=True)
-class Begun:
+class OpenGroup:
     """A group with completions that may go on; `row` is the prompt's own."""
 
-    row: Mapping[str, Any]
+    row: JsonMapping
     prompt_ids: Ids
     completions: list[Completion]
 
 
-def read_carried(policy: Artifact) -> tuple[dict[str, Begun], dict[str, Any]]:
-    """Read the groups that a checkpoint carries, by name and in order, and their metadata; both may be empty."""
+def read_carried(policy: Artifact) -> tuple[dict[str, OpenGroup], JsonObject]:
+    """Read the groups that a checkpoint carries, by name and in order, and their metadata; both may
+    be empty."""
     if CARRIED not in policy.manifest.files:
         return {}, {}
     table = pq.read_table(policy.part(CARRIED))
-    groups: dict[str, Begun] = {}
+    groups: dict[str, OpenGroup] = {}
     for row in table.to_pylist():
-        own = {**row, "reward": row["reward_spec"]}
         versions = row["policy_versions"]
-        said = Completion(
+        completion = Completion(
             row["completion_ids"],
             row["logprobs"],
             row["finish_reason"],
-            versions[0],
-            versions[-1],
-            versions,
+            start_version=versions[0],
+            end_version=versions[-1],
+            versions=versions,
         )
-        groups.setdefault(row["group"], Begun(own, row["prompt_ids"], [])).completions.append(said)
-    return groups, json.loads(table.schema.metadata[ABOUT.encode()])
+        # A prompt's row calls the column otherwise.
+        prompt_row = row | {"reward": row["reward_spec"]}
+        group = groups.setdefault(row["group"], OpenGroup(prompt_row, row["prompt_ids"], []))
+        group.completions.append(completion)
+    return groups, json.loads(table.schema.metadata[METADATA.encode()])
 
 
 def pass_carried(source: Artifact, out: Path) -> None:

@@ -14,7 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Message = dict[str, Any]
+from tuneloop.core.json_types import JsonMapping, JsonObject
+
+Message = JsonObject
+"""A message as OpenAI has it: ``role``, ``content``, ``tool_calls``."""
 Reasoning = Literal["keep", "drop"]
 """What becomes of an assistant's reasoning: it is a part of the target, or it is left out
 everywhere."""
@@ -24,15 +27,22 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are text, as OpenAI's two APIs call them."""
 ABSENT = "absent"
+"""Stands for no key `content` at all."""
 INLINE = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 """Reasoning at the beginning of a message's own text."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How messages are put to a template: content as parts, arguments as JSON text, the role of
-    developers, and what stands for the content of a message that has none (``""``, None, or
-    `ABSENT` for no key at all)."""
+    """How messages are put to a template.
+
+    Attributes:
+        parts: whether content is a list of parts, and not text.
+        developer: the role of developers' messages.
+        arguments_as_text: whether the arguments of calls are JSON text, and not objects.
+        no_content: what stands for the content of a message that only calls tools: ``""``, None or
+            `ABSENT`.
+    """
 
     parts: bool = False
     developer: str = "developer"
@@ -58,21 +68,19 @@ class Form:
 
 def list_forms(messages: Sequence[Message]) -> list[Form]:
     """List the forms that could make a difference to these messages, the plainest first."""
-    calls = any(message.get("tool_calls") for message in messages)
-    silent = any(message.get("tool_calls") and not message.get("content") for message in messages)
-    developer = any(message["role"] == "developer" for message in messages)
-    # The last choice varies first.
-    choices = itertools.product(
-        (False, True),
-        ("developer", "system") if developer else ("developer",),
-        (False, True) if calls else (False,),
-        ("", None, ABSENT) if silent else ("",),
-    )
+    calling = [message for message in messages if message.get("tool_calls")]
+    has_silent_calls = not all(message.get("content") for message in calling)
+    has_developer = any(message["role"] == "developer" for message in messages)
+    roles = ("developer", "system") if has_developer else ("developer",)
+    arguments_as_text = (False, True) if calling else (False,)
+    no_contents = ("", None, ABSENT) if has_silent_calls else ("",)
+    # The last choice varies first: content as parts changes most, and is tried last.
+    choices = itertools.product((False, True), roles, arguments_as_text, no_contents)
     return list(itertools.starmap(Form, choices))
 
 
 def clean_messages(
-    messages: Sequence[Mapping[str, Any]], reasoning: Reasoning, template: str
+    messages: Sequence[JsonMapping], reasoning: Reasoning, template: str
 ) -> list[Message]:
     """Return messages as a template with this source reads them, without what is not for templates.
 
@@ -93,6 +101,7 @@ def join_parts(content: Any) -> str:
         raise ValueError(f"has content that is no text ({type(content).__name__})")
     texts: list[str] = []
     for part in content:
+        # Some data sets have bare texts in the list.
         if isinstance(part, str):
             texts.append(part)
             continue
@@ -105,7 +114,7 @@ def join_parts(content: Any) -> str:
     return "\n".join(texts)
 
 
-def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str]:
+def split_reasoning(message: JsonMapping) -> tuple[str, str]:
     """Return the reasoning of an assistant's message and its text without it."""
     content = message.get("content")
     text = content if isinstance(content, str) else ""
@@ -132,19 +141,25 @@ def list_tools(tools: str | Sequence[Any] | None) -> list[Message] | None:
 def _read_tool(tool: Any) -> Message:
     """Return the schema of a tool as OpenAI has it; some data sets leave out what is around the
     function."""
-    is_wrapped = isinstance(tool, dict) and "function" in tool
-    wrapped = tool if is_wrapped else {"type": "function", "function": tool}
-    function = wrapped["function"]
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if find_function(tool) is None:
         raise ValueError("a tool is not an object with a name")
-    return wrapped
+    return dict(tool) if "function" in tool else {"type": "function", "function": tool}
 
 
-def _clean_message(message: Mapping[str, Any], reasoning: Reasoning, template: str) -> Message:
+def find_function(value: Any) -> JsonMapping | None:
+    """Find the function of a tool or of a call, in OpenAI's wrapper or without it; None: it is no
+    object with a name."""
+    function = value.get("function", value) if isinstance(value, Mapping) else None
+    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+        return function
+    return None
+
+
+def _clean_message(message: JsonMapping, reasoning: Reasoning, template: str) -> Message:
     """Clean one message; see `clean_messages`."""
-    cleaned = {
-        key: value for key, value in message.items() if value is not None and key != "weight"
-    }
+    cleaned = {key: value for key, value in message.items() if value is not None}
+    # Ours alone: it says which turns are learned.
+    cleaned.pop("weight", None)
     if "content" in cleaned:
         cleaned["content"] = join_parts(cleaned["content"])
     if not cleaned.get("tool_calls"):
@@ -175,23 +190,24 @@ def _clean_message(message: Mapping[str, Any], reasoning: Reasoning, template: s
 def _read_call(call: Any) -> Message:
     """Return a tool call as OpenAI has it, with its arguments as an object where they are one.
     Raises ValueError: it is not an object with a name."""
-    if not isinstance(call, dict):
+    if not isinstance(call, Mapping):
         raise ValueError("a tool call is not an object")
-    wrapped = call if "function" in call else {"function": call}
-    function = wrapped["function"]
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    function = find_function(call)
+    if function is None:
         raise ValueError("a tool call has no function with a name")
+    wrapped = call if "function" in call else {}
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
+        # Text that is no JSON stays: the template shows it as it is.
         with contextlib.suppress(json.JSONDecodeError):
             arguments = json.loads(arguments)
     cleaned = {key: value for key, value in wrapped.items() if value is not None}
     cleaned.setdefault("type", "function")
-    cleaned["function"] = function | {"arguments": arguments}
+    cleaned["function"] = dict(function) | {"arguments": arguments}
     return cleaned
 
 
-def _write_arguments(call: Mapping[str, Any]) -> Message:
+def _write_arguments(call: JsonMapping) -> Message:
     """Return a tool call with its arguments as JSON text."""
     arguments = call["function"].get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

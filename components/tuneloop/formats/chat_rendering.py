@@ -10,10 +10,11 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.formats.chat_forms import (
     Form,
     Message,
@@ -30,13 +31,19 @@ NO_UNICODE = "is not Unicode: it has half of a surrogate pair; correct or drop t
 
 
 class CannotRender(ValueError):
-    """A template that raises, or that leaves out what a message says. `progress`: how far the form
-    got, to choose the error that says most of several; `what`: the part of the conversation;
-    `remedy`: what the user can do."""
+    """A template that raises, or that leaves out what a message says.
 
-    def __init__(self, progress: int, what: str, remedy: str) -> None:
-        self.progress, self.what, self.remedy = progress, what, remedy
-        super().__init__(f"{what}: {remedy}")
+    Attributes:
+        progress: how far the form got, to choose the error that says most of several.
+        part: of the conversation that cannot be rendered.
+        remedy: what the user can do.
+    """
+
+    def __init__(self, progress: int, part: str, remedy: str) -> None:
+        self.progress = progress
+        self.part = part
+        self.remedy = remedy
+        super().__init__(f"{part}: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -54,17 +61,18 @@ class Chat:
         """Render the first `count` messages, with marks; as a `prompt` up to where the assistant
         speaks. Raises CannotRender: whatever the template raises."""
         messages = [self.form.apply(message) for message in self.messages[:count]]
+        part = describe_message(self.messages[:count])
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt
             )
-        except Exception as error:  # jinja's own, and whatever the code of a template can raise
+        except Exception as error:
+            # Jinja's own errors, and whatever the code of a template can raise.
             reason = " ".join(str(error).split()) or type(error).__name__
             remedy = f"the chat template cannot render this conversation: {reason}"
-            raise CannotRender(0, describe_message(self.messages[:count]), remedy) from error
+            raise CannotRender(0, part, remedy) from error
         if self.form.parts and WRITTEN_PART.search(text):
-            what = describe_message(self.messages[:count])
-            raise CannotRender(0, what, "the chat template writes content as a list of parts")
+            raise CannotRender(0, part, "the chat template writes content as a list of parts")
         return str(text)
 
     def encode(self, text: str, *, start: bool) -> list[int]:
@@ -72,7 +80,8 @@ class Chat:
         the template and the tokenizer put there. Raises UserError: it is not Unicode."""
         try:
             ids = self._encode_pieces(text)
-        except (UnicodeError, TypeError) as error:  # half of a surrogate pair
+        except (UnicodeError, TypeError) as error:
+            # Tokenizers raise a TypeError at half of a surrogate pair.
             raise UserError("conversation", describe_message(self.messages), NO_UNICODE) from error
         if not start:
             return ids
@@ -84,10 +93,12 @@ class Chat:
         return ids
 
     def _encode_pieces(self, text: str) -> list[int]:
+        """Encode rendered text with the words in place of their marks, which are text alone."""
         if not self.words:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
+        marks = "|".join(map(re.escape, self.words))
         ids: list[int] = []
-        for piece in re.split("(" + "|".join(map(re.escape, self.words)) + ")", text):
+        for piece in re.split(f"({marks})", text):
             if piece in self.words:
                 ids += encode_text(self.tokenizer, self.words[piece])
             elif piece:
@@ -102,8 +113,9 @@ def open_chat(
     message is given, or parts of messages are not as OpenAI has them."""
     template = tokenizer.chat_template
     if not template:
-        remedy = "has no chat template, but the prompts are chats; use plain prompts,"
-        raise UserError("policy", "tokenizer", f"{remedy} or set model.chat_template to a file")
+        remedy = "has no chat template, but the prompts are chats; use plain prompts, "
+        remedy += "or set model.chat_template to a file"
+        raise UserError("policy", "tokenizer", remedy)
     source = template if isinstance(template, str) else "\n".join(template.values())
     try:
         cleaned = clean_messages(messages, reasoning, source)
@@ -122,10 +134,7 @@ def open_chat(
 def list_chats(chat: Chat) -> list[Chat]:
     """List a conversation in all forms that could make a difference to a template, the plainest
     first."""
-    return [
-        Chat(chat.tokenizer, chat.messages, chat.tools, form, chat.words)
-        for form in list_forms(chat.messages)
-    ]
+    return [replace(chat, form=form) for form in list_forms(chat.messages)]
 
 
 def check_prompt(chat: Chat, text: str, count: int) -> None:
@@ -135,18 +144,18 @@ def check_prompt(chat: Chat, text: str, count: int) -> None:
     for tool in chat.tools or ():
         name = tool["function"]["name"]
         if name not in text:
-            remedy = f"the chat template does not render tools ({name!r} is missing); drop the tools, or set"
-            raise CannotRender(1, "tools", f"{remedy} model.chat_template to one that does")
+            remedy = f"the chat template does not render tools ({name!r} is missing); "
+            remedy += "drop the tools, or set model.chat_template to one that does"
+            raise CannotRender(1, "tools", remedy)
     for message in chat.messages[:count]:
         content = message.get("content")
-        if message["role"] == "assistant" or not isinstance(content, str):
+        role = message["role"]
+        if role == "assistant" or not isinstance(content, str):
             continue
         if not has_words(text, content):
-            remedy = f"the chat template leaves out this message of the role {message['role']!r}; drop or rename it,"
-            what = describe_message([message])
-            raise CannotRender(
-                1, what, f"{remedy} or set model.chat_template to one that renders it"
-            )
+            remedy = f"the chat template leaves out this message of the role {role!r}; "
+            remedy += "drop or rename it, or set model.chat_template to one that renders it"
+            raise CannotRender(1, describe_message([message]), remedy)
 
 
 def has_words(text: str, content: str) -> bool:
@@ -154,15 +163,18 @@ def has_words(text: str, content: str) -> bool:
     return content.strip() in text or all(word in text for word in WORDS.findall(content))
 
 
-def describe_message(messages: Sequence[Mapping[str, Any]]) -> str:
+def describe_message(messages: Sequence[JsonMapping]) -> str:
     """Describe the last of some messages for an error: its role and how its content begins."""
     if not messages:
         return "no messages"
     last = messages[-1]
     content = last.get("content")
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    description = f"{last['role']}: {text[:60]}"
     calls = [call["function"]["name"] for call in last.get("tool_calls", ())]
-    return f"{last['role']}: {text[:60]}" + (f" calls {', '.join(calls)}" if calls else "")
+    if calls:
+        description += f" calls {', '.join(calls)}"
+    return description
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -176,6 +188,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 def list_control_ids(tokenizer: Any) -> frozenset[int]:
     """List the ids of the control tokens of a tokenizer."""
+    # A tokenizer has the same hash after tokens were added to it: its size tells.
     return _list_control_ids(tokenizer, len(tokenizer))
 
 
@@ -226,11 +239,13 @@ class _Hider:
             return [self.hide(part) for part in value]
         if not isinstance(value, str) or not self.controls.search(fold_text(value)):
             return value
-        # A word at a time, so that a template still sees the rest of the text: where reasoning ends, what to trim.
-        hidden = re.sub(r"\S+", lambda match: self._mark(match.group()), value)
+        # A word at a time, so that a template still sees the remaining text: where reasoning ends,
+        # what to trim. A control token with a space in it takes the whole text.
+        hidden = re.sub(r"\S+", self._hide_word, value)
         return self._replace(value) if self.controls.search(fold_text(hidden)) else hidden
 
-    def _mark(self, word: str) -> str:
+    def _hide_word(self, match: re.Match[str]) -> str:
+        word = match.group()
         return self._replace(word) if self.controls.search(fold_text(word)) else word
 
     def _replace(self, text: str) -> str:
@@ -238,6 +253,7 @@ class _Hider:
         for mark, word in self.words.items():
             if word == text:
                 return mark
+        # The key is a digest of the conversation: nobody can write it into the same.
         mark = f"@{self.key}x{len(self.words)}@"
         self.words[mark] = text
         return mark

@@ -38,8 +38,10 @@ def encode_reply(
     reasoning of earlier turns; `keep_reasoning` accepts that."""
     if not chat:
         return encode_text(tokenizer, text)
+    # Words of the sample that no reply can have in it by chance, nor a template.
     marks = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-    thought, answer = f"t{marks[:16]}", f"a{marks[16:32]}"
+    thought = f"t{marks[:16]}"
+    answer = f"a{marks[16:32]}"
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{answer}"},
@@ -51,9 +53,8 @@ def encode_reply(
     has_reasoning = turn is None or "</think>" in turn
     if thought not in followed and has_reasoning and not keep_reasoning:
         remedy = "strips reasoning from earlier turns, so the policy would not see what it said;"
-        raise UserError(
-            "chat template", role, f"{remedy} --keep-reasoning true goes on with what was sampled"
-        )
+        remedy += " --keep-reasoning true goes on with what was sampled"
+        raise UserError("chat template", role, remedy)
     return ids
 
 
@@ -92,12 +93,13 @@ def _cut_end(
                 break
             if token in stops:
                 return ids[end:]
-        # The end of the conversation has a token of its own (gpt-oss); another stands in its place between turns.
+        # The end of the conversation has a token of its own (gpt-oss); another stands in its place
+        # between turns.
         controls = list_control_ids(sample.tokenizer)
-        return ids[next(i for i, token in enumerate(ids, 1) if token in controls) :]
+        return ids[next(end for end, token in enumerate(ids, 1) if token in controls) :]
     if not end_ids and ids and ids[0] in stops:
-        # The next message's first token ends a turn (GLM-4): it is there already if it is what was sampled.
+        # The next message's first token ends a turn (GLM-4): it is there already if it is what was
+        # sampled.
         return ids[1:] if last in (None, ids[0]) else ids
-    raise UserError(
-        "chat template", list(stops), "ends no turn of the assistant with one of these ids"
-    )
+    remedy = "ends no turn of the assistant with one of these ids"
+    raise UserError("chat template", list(stops), remedy)

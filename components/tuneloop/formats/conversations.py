@@ -9,11 +9,13 @@ later turn begins a document of its own."""
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.formats.chat_forms import Message, Reasoning, split_reasoning
 from tuneloop.formats.chat_rendering import (
     CannotRender,
@@ -39,8 +41,12 @@ OPEN_REASONING = re.compile(r"<think>\s*\Z")
 @dataclass(frozen=True)
 class Turn:
     """A turn of the assistant: what stands before it, and its own part, as rendered text (with
-    marks) and as ids. `is_ended`: the last id is the token that ends the turn. It is not where a
-    template ends a turn by the beginning of the next message alone (GLM-4)."""
+    marks) and as ids.
+
+    Attributes:
+        is_ended: whether the last id is the token that ends the turn. It is not where a template
+            ends a turn by the beginning of the next message alone (GLM-4).
+    """
 
     prompt_text: str
     prompt: list[int]
@@ -84,11 +90,10 @@ def encode_conversation(
     them whole."""
     parsed = _parse_messages(messages)
     chat = open_chat(tokenizer, parsed, tools, reasoning)
-    numbers = [
-        number
-        for number, message in enumerate(parsed)
-        if message["role"] == "assistant" and message.get("weight") != 0
-    ]
+    numbers: list[int] = []
+    for number, message in enumerate(parsed):
+        if message["role"] == "assistant" and message.get("weight") != 0:
+            numbers.append(number)
     if not numbers:
         raise UserError("prompt", messages, "has no message of the assistant to learn")
     all_stops = {tokenizer.eos_token_id}.union(stops)
@@ -112,7 +117,7 @@ def encode_answer(
     """Encode a prompt of messages with its completion: as the last turn of a conversation, whose
     only target it is, so that a pair and a conversation of one turn train the same ids. Raises
     UserError as `encode_conversation`."""
-    turns = [{**message, "weight": 0} for message in _parse_messages(messages)]
+    turns = [message | {"weight": 0} for message in _parse_messages(messages)]
     turns.append({"role": "assistant", "content": answer})
     (document,) = encode_conversation(tokenizer, turns, tools, stops=stops, reasoning=reasoning)
     return document
@@ -142,10 +147,12 @@ def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) 
     end = find_end(chat.tokenizer, target, stops)
     if end is None:
         return Turn(prompt, prompt_ids, addition, target, is_ended=False)
-    token = chat.tokenizer.convert_ids_to_tokens(target[end - 1])
+    target = target[:end]
+    # The text up to and with the token that ends the turn, which may come before, as text of it.
+    token = chat.tokenizer.convert_ids_to_tokens(target[-1])
     pieces = addition.split(token)
-    target_text = token.join(pieces[: target[:end].count(target[end - 1])]) + token
-    return Turn(prompt, prompt_ids, target_text, target[:end], is_ended=True)
+    target_text = token.join(pieces[: target.count(target[-1])]) + token
+    return Turn(prompt, prompt_ids, target_text, target, is_ended=True)
 
 
 def find_end(tokenizer: Any, ids: Sequence[int], stops: set[int]) -> int | None:
@@ -183,6 +190,7 @@ class _Document:
             between = turn.prompt[len(self.ids) :]
         else:
             between = self.chat.encode(turn.prompt_text[len(self.text) :], start=False)
+        # Nothing that can be sampled ends the turn before: what follows would teach to go on.
         if not self.is_ended and (not between or between[0] not in stops):
             return False
         gap = [False] * len(between)
@@ -217,17 +225,16 @@ def join_turns(
 def _encode_in_some_form(chat: Chat, encode: Callable[[Chat], T]) -> T:
     """Return `encode` of the conversation in the first form that the template renders whole. Raises
     UserError with the reason of the form that got farthest."""
-    refusal: CannotRender | None = None
+    refusals: list[CannotRender] = []
     for candidate in list_chats(chat):
         try:
             return encode(candidate)
         except CannotRender as error:
-            if refusal is None or error.progress > refusal.progress:
-                refusal = error
-    assert refusal is not None
-    raise UserError(
-        "conversation", _show(chat, refusal.what), _show(chat, refusal.remedy)
-    ) from refusal
+            refusals.append(error)
+    # Of equals the first: the plainest form is nearest to what the user wrote.
+    refusal = max(refusals, key=lambda error: error.progress)
+    part = _show(chat, refusal.part)
+    raise UserError("conversation", part, _show(chat, refusal.remedy)) from refusal
 
 
 def _show(chat: Chat, text: str) -> str:
@@ -260,33 +267,30 @@ def _find_addition(message: Message, prompt: str, rendered: str) -> str:
 def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
     """Check that a template rendered all that a turn says. Raises CannotRender: the part that is
     missing."""
-    what = describe_message([message])
+    part = describe_message([message])
     thought, text = split_reasoning(message)
     if not has_words(addition, text):
+        remedy = "the chat template leaves out the text of this turn;"
+        remedy += " set model.chat_template to one that has it"
         if message.get("tool_calls"):
             remedy = "the chat template leaves out the text beside tool calls; drop one of the two"
-        else:
-            remedy = "the chat template leaves out the text of this turn;"
-            remedy += " set model.chat_template to one that has it"
-        raise CannotRender(2, what, remedy)
+        raise CannotRender(2, part, remedy)
     if reasoning == "keep" and not has_words(addition, thought):
-        remedy = "the chat template leaves out the reasoning of this turn; set data.reasoning=drop,"
-        raise CannotRender(3, what, f"{remedy} or model.chat_template to one that has it")
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
+        remedy = "the chat template leaves out the reasoning of this turn;"
+        remedy += " set data.reasoning=drop, or model.chat_template to one that has it"
+        raise CannotRender(3, part, remedy)
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    # Several calls of one function are all there where its name is there as often.
+    counts = Counter(function["name"] for function in functions)
+    for function in functions:
         name = function["name"]
-        calls = [
-            candidate
-            for candidate in message["tool_calls"]
-            if candidate["function"]["name"] == name
-        ]
-        if addition.count(name) < len(calls) or not _has_arguments(addition, function):
+        if addition.count(name) < counts[name] or not _has_arguments(addition, function):
             remedy = f"the chat template does not render all tool calls ({name!r});"
             remedy += " set model.chat_template to one that does, or drop the row"
-            raise CannotRender(2, what, remedy)
+            raise CannotRender(2, part, remedy)
 
 
-def _has_arguments(text: str, function: Mapping[str, Any]) -> bool:
+def _has_arguments(text: str, function: JsonMapping) -> bool:
     """Whether `text` has the arguments of a call, neither as Python writes them nor encoded a
     second time."""
     arguments = function.get("arguments")
@@ -298,6 +302,7 @@ def _has_arguments(text: str, function: Mapping[str, Any]) -> bool:
     # As Python writes an object, with single quotes.
     if str(arguments) in text and str(arguments) != encoded:
         return False
+    # JSON text as a JSON string, of a template that expects objects and got text.
     if json.dumps(encoded, ensure_ascii=False) in text:
         return False
     return all(has_words(text, leaf) for leaf in _list_leaves(arguments))
@@ -324,8 +329,9 @@ def _parse_messages(messages: str | Sequence[Message]) -> list[Message]:
         parsed = json.loads(messages) if isinstance(messages, str) else list(messages)
     except ValueError as error:
         raise UserError("prompt", messages, NO_MESSAGES) from error
-    if not isinstance(parsed, list) or not all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) for message in parsed
-    ):
+    if not isinstance(parsed, list):
         raise UserError("prompt", messages, NO_MESSAGES)
+    for message in parsed:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError("prompt", messages, NO_MESSAGES)
     return parsed

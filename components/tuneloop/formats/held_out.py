@@ -27,15 +27,18 @@ class HeldOutFacts:
 
     def __str__(self) -> str:
         """Say the losses and perplexities, and how they were obtained."""
+        perplexity_before = compute_perplexity(self.loss_before)
+        perplexity_after = compute_perplexity(self.loss_after)
         return (
-            f"{self.loss_before:.3f} → {self.loss_after:.3f} nats a token, perplexity "
-            f"{compute_perplexity(self.loss_before):.4g} → {compute_perplexity(self.loss_after):.4g} "
+            f"{self.loss_before:.3f} → {self.loss_after:.3f} nats a token, "
+            f"perplexity {perplexity_before:.4g} → {perplexity_after:.4g} "
             f"({self.targets:,} target tokens of {self.demonstrations:,} held-out demonstrations)"
         )
 
 
 def compute_perplexity(loss: float) -> float:
     """Compute the perplexity of a mean loss in nats; infinite where it is beyond a float."""
+    # A model that diverged has losses above 709 nats, where Python's exponential ends.
     try:
         return math.exp(loss)
     except OverflowError:

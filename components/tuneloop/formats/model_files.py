@@ -1,4 +1,5 @@
-"""The files of a Hugging Face model directory: which of them hold weights, and what lies beside these.
+"""The files of a Hugging Face model directory: which of them hold weights, and what lies beside
+these.
 
 Only names, sizes and JSON are read here, so this module needs no library of models."""
 
@@ -6,7 +7,8 @@ import fnmatch
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+
+from tuneloop.core.json_types import JsonObject
 
 WEIGHTS = (
     "*.safetensors",
@@ -85,9 +87,10 @@ def holds_weights(name: str) -> bool:
 def copy_companions(source: Path, target: Path) -> list[str]:
     """Copy what lies beside the weights of `source`, and return the names of the files copied.
 
-    These are the processor's files of a multimodal model, licences, code, and whatever else its author put there. A
-    file that `target` has already stays. Subdirectories, hidden files and the card are left out."""
-    copied = []
+    These are the processor's files of a multimodal model, licences, code, and whatever else its
+    author put there. A file that `target` has already stays. Subdirectories, hidden files and the
+    card are left out."""
+    copied: list[str] = []
     for path in sorted(source.iterdir()):
         if not path.is_file() or path.name.startswith(".") or path.name == CARD:
             continue
@@ -99,53 +102,65 @@ def copy_companions(source: Path, target: Path) -> list[str]:
 
 
 def read_dtype(directory: Path) -> str:
-    """Read torch's name of the dtype that a model directory says its weights have; float32 where it says none."""
-    config = json.loads((directory / "config.json").read_text())
+    """Read torch's name of the dtype that a model directory says its weights have; float32 where it
+    says none."""
     # A multimodal model says it for its parts, and versions of transformers name it differently.
-    parts = [config, config.get("text_config") or {}]
-    names = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
-    return next((str(name).removeprefix("torch.") for name in names if name), "float32")
+    for part in _read_configs(directory):
+        name = part.get("dtype") or part.get("torch_dtype")
+        if name:
+            return str(name).removeprefix("torch.")
+    return "float32"
+
+
+def _read_configs(directory: Path) -> list[JsonObject]:
+    """Read a model's configuration, and of a multimodal model that of its language model, too."""
+    config = json.loads((directory / "config.json").read_text())
+    return [config, config.get("text_config") or {}]
 
 
 def choose_shard_bytes(directory: Path, dtype: str) -> int:
-    """Choose the maximum size of a weight file in `dtype`, so that they are cut as those in `directory` are.
+    """Choose the maximum size in bytes of a weight file in `dtype`, so that they are cut as those in
+    `directory` are.
 
-    Where there are several files, it is the largest one's size in the new dtype. A greedy division at this limit gives
-    the same division again."""
+    Where there are several files, it is the largest one's size in the new dtype. A greedy division
+    at this limit gives the same division again."""
     files = list(directory.glob("*.safetensors")) or list(directory.glob("*.bin"))
     sizes = [_count_data_bytes(path) for path in files]
     if len(sizes) < 2:
-        return max([DEFAULT_SHARD_BYTES, *sizes])
+        return max(DEFAULT_SHARD_BYTES, sum(sizes))
     return max(sizes) * ITEM_BYTES[dtype] // ITEM_BYTES.get(read_dtype(directory), 4)
 
 
 def _count_data_bytes(path: Path) -> int:
-    """Count the bytes of a weight file without the header, which would make room for a further small tensor."""
+    """Count the bytes of a weight file without the header, which would make room for a further
+    small tensor."""
     size = path.stat().st_size
     if path.suffix != ".safetensors":
         return size
+    # The format: eight bytes with the length of the header, the header, the tensors.
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
     return size - 8 - header
 
 
 def read_vocabulary_size(directory: Path) -> int:
-    """Read how many embeddings the model in a directory has: ids from this number on mean nothing to it."""
-    config = json.loads((directory / "config.json").read_text())
-    size = config.get("vocab_size") or (config.get("text_config") or {})["vocab_size"]
-    return int(size)
+    """Read how many embeddings the model in a directory has: ids from this number on mean nothing
+    to it."""
+    config, text_config = _read_configs(directory)
+    return int(config.get("vocab_size") or text_config["vocab_size"])
 
 
-def drop_sampling_settings(directory: Path) -> dict[str, Any]:
+def drop_sampling_settings(directory: Path) -> JsonObject:
     """Remove the settings of sampling from ``generation_config.json``, and return those removed.
 
     Ids of special tokens stay. Nothing happens where there is no such file."""
     path = directory / "generation_config.json"
     if not path.is_file():
         return {}
-    settings: dict[str, Any] = json.loads(path.read_text())
-    dropped = {name: settings.pop(name) for name in SAMPLING_SETTINGS if name in settings}
-    dropped = {name: value for name, value in dropped.items() if value is not None}
+    settings: JsonObject = json.loads(path.read_text())
+    values = {name: settings.pop(name, None) for name in SAMPLING_SETTINGS}
+    # transformers writes null for what is not set.
+    dropped = {name: value for name, value in values.items() if value is not None}
     if dropped:
         path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     return dropped

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.facts import PromptFacts
 from tuneloop.formats.rows import list_columns, name_row, split_numbers
 from tuneloop.formats.tokens import encode_prompt_row
@@ -29,30 +30,30 @@ def check_prompts(
     longest prompt and the first rows are left in ``facts.prompts``. Raises UserError: a prompt that
     the chat template cannot render, or more that do not fit than the data allows to drop."""
     rule = PromptFacts.read(prompts).length_policy
-    counts: dict[str, Any] = {}
+    counts: JsonObject = {}
     for split, tokens in completion_tokens.items():
         if f"{split}.parquet" not in prompts.manifest.files:
             continue
         lengths = measure_prompts(stage, tokenizer, prompts, split)
         room = context - tokens
-        too_long = [(row, length) for row, length in lengths if length > room]
-        too_long.sort(key=lambda item: split_numbers(item[0]))
-        long = [f"{row} ({length} tokens)" for row, length in too_long]
-        rule.check_share(
-            len(long),
-            len(lengths),
-            long,
+        too_long = [
+            (split_numbers(row), f"{row} ({length} tokens)")
+            for row, length in lengths
+            if length > room
+        ]
+        # Rows come in a shuffled order; a user looks for them in that of the file.
+        long = [description for _, description in sorted(too_long)]
+        problem = (
             f"with {tokens} of a completion they exceed the context of {context}; "
-            "lower max_tokens, raise engine.args.max_model_len if the model allows it",
+            "lower max_tokens, raise engine.args.max_model_len if the model allows it"
         )
+        rule.check_share(len(long), len(lengths), long, problem)
         longest = max((length for _, length in lengths), default=0)
         counts[split] = {"longest": longest, "too_long": len(long), "first": long[:SHOWN]}
         if long:
-            shown = "; ".join(long[:3])
-            stage.log(
-                f"{len(long)} of {len(lengths)} prompts ({split}) are too long and are skipped: "
-                f"{shown}"
-            )
+            examples = "; ".join(long[:3])
+            share = f"{len(long)} of {len(lengths)} prompts ({split})"
+            stage.log(f"{share} are too long and are skipped: {examples}")
     stage.facts["prompts"] = counts
 
 
@@ -69,6 +70,7 @@ def measure_prompts(
         for row in batch.to_pylist():
             ids = encode_prompt_row(tokenizer, row)
             lengths.append((name_row(row), len(ids)))
+        # A large data set takes minutes: a stage that is stopped does not wait for its end.
         stage.check_stop()
         bar.update(len(lengths))
     return lengths

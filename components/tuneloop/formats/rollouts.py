@@ -1,4 +1,5 @@
-"""The file that `rollout` writes and `reward`, `policy_update` and people read: its columns, and how rows are made."""
+"""The file that `rollout` writes and `reward`, `policy_update` and people read: its columns, and how
+rows are made."""
 
 import bisect
 import itertools
@@ -15,6 +16,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.formats.tokens import decode_ids
 
 FILE = "rollouts.parquet"
@@ -22,100 +24,40 @@ ROWS = 1024
 """Rows in a row group."""
 SCHEMA = pa.schema(
     {
-        **dict.fromkeys(("request_id", "group", "id"), pa.string()),
+        "request_id": pa.string(),
+        "group": pa.string(),
+        "id": pa.string(),
         "prompt_ids": pa.list_(pa.int32()),
         "completion_ids": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
         "loss_mask": pa.list_(pa.bool_()),
         "policy_versions": pa.list_(pa.int32()),
-        **dict.fromkeys(
-            ("finish_reason", "prompt", "completion", "answer", "reward_spec", "metadata"),
-            pa.string(),
-        ),
+        "finish_reason": pa.string(),
+        "prompt": pa.string(),
+        "completion": pa.string(),
+        "answer": pa.string(),
+        "reward_spec": pa.string(),
+        "metadata": pa.string(),
     }
 )
 TEXTS = ("id", "prompt", "completion", "answer")
 SAMPLES = pa.schema(
-    {**dict.fromkeys(TEXTS, pa.string()), "score": pa.float32(), "outcome": pa.string()}
+    {
+        "id": pa.string(),
+        "prompt": pa.string(),
+        "completion": pa.string(),
+        "answer": pa.string(),
+        "score": pa.float32(),
+        "outcome": pa.string(),
+    }
 )
 """Columns of ``samples.parquet``, which has the completions that an evaluation scored."""
-
-
-def request_id(group: str, sample: int) -> str:
-    """Name one completion of a group; names sort as they were submitted."""
-    return f"{group}-s{sample:02d}"
-
-
-def make_rows(
-    tokenizer: Any, row: Mapping[str, Any], request: "Request", completions: "Sequence[Completion]"
-) -> list[dict[str, Any]]:
-    """Make the rows of one prompt's completions; `row` is the prompt's own, `request.id` names the group."""
-    return [
-        {
-            "request_id": request_id(request.id, sample),
-            "group": request.id,
-            "id": row["id"],
-            "prompt_ids": request.prompt_ids,
-            "completion_ids": said.ids,
-            "logprobs": said.logprobs,
-            "loss_mask": get_sampled_mask(said),
-            "policy_versions": get_versions(said),
-            "finish_reason": said.finish_reason,
-            "prompt": row["prompt"],
-            "answer": row["answer"],
-            "reward_spec": row["reward"],
-            **build_reward_inputs(tokenizer, row, said),
-        }
-        for sample, said in enumerate(completions)
-    ]
-
-
-def open_rows(
-    artifact: Artifact, file: str, columns: Iterable[str], flag: str, maker: str
-) -> pq.ParquetFile:
-    """Open a Parquet file of input `flag`, made by `maker`. Raises UserError: no file, no such column, no rows."""
-    table = pq.ParquetFile(artifact.part(file, flag, f"give it what {maker} made"))
-    for column in columns:
-        if column not in table.schema_arrow.names:
-            raise UserError(
-                flag, column, f"is not a column of {artifact.url}/{file}; run {maker} again"
-            )
-    if not table.metadata.num_rows:
-        raise UserError(flag, f"{artifact.url}/{file}", f"has no rows; run {maker} with more data")
-    return table
-
-
-def read_rows(
-    file: pq.ParquetFile, places: Sequence[int], columns: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """Read the rows at `places` of a Parquet file, all columns or these; at most a row group is in memory."""
-    sizes = [file.metadata.row_group(k).num_rows for k in range(file.metadata.num_row_groups)]
-    ends, groups = [*itertools.accumulate(sizes)], dict[int, list[int]]()
-    for place in places:
-        groups.setdefault(bisect.bisect_right(ends, place), []).append(place)
-    by_place: dict[int, dict[str, Any]] = {}
-    for k, wanted in groups.items():
-        part = file.read_row_group(k, columns=[*columns] or None)
-        by_place |= zip(
-            wanted, part.take([place - ends[k] + sizes[k] for place in wanted]).to_pylist()
-        )
-    return [by_place[place] for place in places]
-
-
-def write_rollouts(
-    path: Path, rows: Iterable[Mapping[str, Any]], about: Mapping[str, str] | None = None
-) -> None:
-    """Write rollouts to a Parquet file, with metadata `about`; a row group's rows are in memory at once."""
-    rows = iter(rows)
-    with pq.ParquetWriter(path, SCHEMA.with_metadata(about)) as out:
-        while part := list(itertools.islice(rows, ROWS)):
-            out.write_table(pa.Table.from_pylist(part, schema=SCHEMA))
-
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = list[TokenId]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A seed that torch's generators accept."""
+FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
@@ -127,20 +69,19 @@ class Request:
     seeds: Annotated[list[Seed], Field(min_length=1, max_length=4096)]
 
 
-FinishReason = Literal["stop", "length", "abort"]
-
-
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Completion:
-    """A completion of the policy. Third-party engines return it, too, so the type of each value is checked.
+    """A completion of the policy. Third-party engines return it, too, so the type of each value is
+    checked.
 
     Attributes:
         ids: with the stop token, where there is one.
-        logprobs: natural logarithms, one for each of `ids`, of the sampled distribution (temperature applied; at
-            temperature 0 of the distribution at temperature 1).
+        logprobs: natural logarithms, one for each of `ids`, of the sampled distribution
+            (temperature applied; at temperature 0 of the distribution at temperature 1).
         start_version, end_version: of the weights that made the first and the last token.
         versions: of each token, where they differ; else empty.
-        prompt_logprobs: at temperature 1, of each id of the prompt but the first, where they were asked for.
+        prompt_logprobs: at temperature 1, of each id of the prompt but the first, where they were
+            asked for.
     """
 
     ids: Ids
@@ -154,32 +95,116 @@ class Completion:
 
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Episode(Completion):
-    """A completion of several turns: `ids` are all after the first prompt, with a log-probability of 0 for those of
-    replies, which have the version of the turn before. `mask`: whether each id was sampled; `last`: the ids of the last
-    turn; `about`: `turns`, the environment's `reward`, and `escape` where the policy tried to get out."""
+    """A completion of several turns. Its `ids` are all after the first prompt. Those of replies have
+    a log-probability of 0 and the version of the turn before.
+
+    Attributes:
+        mask: whether each id was sampled.
+        last: the ids of the last turn.
+        facts: `turns`, the environment's `reward`, and `escape` where the policy tried to get out.
+    """
 
     mask: list[bool] = field(default_factory=list)
     last: Ids = field(default_factory=list)
-    about: dict[str, Any] = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
 
 
-def build_reward_inputs(tokenizer: Any, row: Mapping[str, Any], said: Completion) -> dict[str, str]:
-    """Build what rewards read of a completion: the last turn's text, and metadata with the episode."""
-    if not isinstance(said, Episode):
-        return {"completion": decode_ids(tokenizer, said.ids), "metadata": row["metadata"]}
-    about = {**said.about, "transcript": decode_ids(tokenizer, said.ids)}
-    metadata = {**json.loads(row["metadata"] or "{}"), "environment": about}
+def request_id(group: str, sample: int) -> str:
+    """Name one completion of a group; names sort as they were submitted."""
+    return f"{group}-s{sample:02d}"
+
+
+def make_rows(
+    tokenizer: Any, row: JsonMapping, request: Request, completions: Sequence[Completion]
+) -> list[JsonObject]:
+    """Make the rows of one prompt's completions; `row` is the prompt's own, `request.id` names the
+    group."""
+    rows: list[JsonObject] = []
+    for sample, completion in enumerate(completions):
+        values = {
+            "request_id": request_id(request.id, sample),
+            "group": request.id,
+            "id": row["id"],
+            "prompt_ids": request.prompt_ids,
+            "completion_ids": completion.ids,
+            "logprobs": completion.logprobs,
+            "loss_mask": get_sampled_mask(completion),
+            "policy_versions": get_versions(completion),
+            "finish_reason": completion.finish_reason,
+            "prompt": row["prompt"],
+            "answer": row["answer"],
+            "reward_spec": row["reward"],
+        }
+        rows.append(values | build_reward_inputs(tokenizer, row, completion))
+    return rows
+
+
+def open_rows(
+    artifact: Artifact, file: str, columns: Iterable[str], flag: str, maker: str
+) -> pq.ParquetFile:
+    """Open a Parquet file of input `flag`, made by `maker`. Raises UserError: no file, no such
+    column, no rows."""
+    table = pq.ParquetFile(artifact.part(file, flag, f"give it what {maker} made"))
+    address = f"{artifact.url}/{file}"
+    for column in columns:
+        if column not in table.schema_arrow.names:
+            raise UserError(flag, column, f"is not a column of {address}; run {maker} again")
+    if not table.metadata.num_rows:
+        raise UserError(flag, address, f"has no rows; run {maker} with more data")
+    return table
+
+
+def read_rows(
+    file: pq.ParquetFile, indices: Sequence[int], columns: Sequence[str] = ()
+) -> list[JsonObject]:
+    """Read rows of a Parquet file by their indices, all columns or these, in the order of
+    `indices`; at most a row group is in memory."""
+    groups = range(file.metadata.num_row_groups)
+    sizes = [file.metadata.row_group(group).num_rows for group in groups]
+    ends = list(itertools.accumulate(sizes))
+    # Each row group is unpacked once, however its rows are spread over `indices`.
+    indices_by_group: dict[int, list[int]] = {}
+    for index in indices:
+        indices_by_group.setdefault(bisect.bisect_right(ends, index), []).append(index)
+    rows_by_index: dict[int, JsonObject] = {}
+    for group, members in indices_by_group.items():
+        start = ends[group] - sizes[group]
+        table = file.read_row_group(group, columns=list(columns) or None)
+        rows = table.take([index - start for index in members]).to_pylist()
+        rows_by_index.update(zip(members, rows))
+    return [rows_by_index[index] for index in indices]
+
+
+def write_rollouts(
+    path: Path, rows: Iterable[JsonMapping], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write rollouts to a Parquet file, with `metadata` in its schema; a row group's rows are in
+    memory at once."""
+    rows = iter(rows)
+    with pq.ParquetWriter(path, SCHEMA.with_metadata(metadata)) as out:
+        while part := list(itertools.islice(rows, ROWS)):
+            out.write_table(pa.Table.from_pylist(part, schema=SCHEMA))
+
+
+def build_reward_inputs(tokenizer: Any, row: JsonMapping, completion: Completion) -> dict[str, str]:
+    """Build what rewards read of a completion: the last turn's text, and metadata with the
+    episode."""
+    text = decode_ids(tokenizer, completion.ids)
+    if not isinstance(completion, Episode):
+        return {"completion": text, "metadata": row["metadata"]}
+    metadata = json.loads(row["metadata"] or "{}")
+    metadata["environment"] = completion.facts | {"transcript": text}
     return {
-        "completion": decode_ids(tokenizer, said.last),
+        "completion": decode_ids(tokenizer, completion.last),
         "metadata": json.dumps(metadata, sort_keys=True),
     }
 
 
-def get_versions(said: Completion) -> list[int]:
+def get_versions(completion: Completion) -> list[int]:
     """Return for each id of a completion the version that made it."""
-    return said.versions or [said.start_version] * len(said.ids)
+    return completion.versions or [completion.start_version] * len(completion.ids)
 
 
-def get_sampled_mask(said: Completion) -> list[bool]:
+def get_sampled_mask(completion: Completion) -> list[bool]:
     """Return for each id of a completion whether the policy sampled it."""
-    return said.mask if isinstance(said, Episode) else [True] * len(said.ids)
+    return completion.mask if isinstance(completion, Episode) else [True] * len(completion.ids)

@@ -2,8 +2,9 @@
 to people."""
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+
+from tuneloop.core.json_types import JsonMapping
 
 OPTIONAL_COLUMNS = ("tools", "row")
 """Columns that are read where the data has them: schemas of tools (a JSON list), and the row of the
@@ -12,11 +13,11 @@ user's file."""
 
 def list_columns(required: Iterable[str], present: Iterable[str]) -> list[str]:
     """List the columns to read of a file that has the columns `present`."""
-    available = set(present)
-    return [*required, *(column for column in OPTIONAL_COLUMNS if column in available)]
+    optional = set(present).intersection(OPTIONAL_COLUMNS)
+    return list(required) + sorted(optional, key=OPTIONAL_COLUMNS.index)
 
 
-def name_row(row: Mapping[str, Any]) -> str:
+def name_row(row: JsonMapping) -> str:
     """Name a row as the user's file does, if that is known, and else by its id."""
     return str(row.get("row") or row["id"])
 

@@ -7,11 +7,12 @@ another, does so alike: all stages, vLLM, and whoever loads the export."""
 import datetime
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.formats.chat_rendering import (
     CannotRender,
     list_chats,
@@ -19,10 +20,17 @@ from tuneloop.formats.chat_rendering import (
     open_chat,
 )
 
-SAMPLE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Understood"}]
-NEXT = {"role": "user", "content": "b"}
+ANSWER = "Understood"
+SAMPLE = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": ANSWER},
+    {"role": "user", "content": "b"},
+]
+"""A conversation whose rendering shows how a template ends a turn."""
 TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
 """What shows today's date in a template, by the function that transformers and vLLM give it."""
+DEFAULT = "{{%- if {name} is not defined %}}{{%- set {name} = {value} %}}{{%- endif +%}}"
+"""The default of an argument, for `str.format`; `+%}` keeps a newline with which a template begins."""
 HAS_TODAY = re.compile(r"\bstrftime_now is (?P<lacks>not )?defined\b")
 SET_BY_CALLERS = {
     "messages",
@@ -37,7 +45,7 @@ SET_BY_CALLERS = {
 """Arguments of a template that are not the user's to set."""
 
 
-def set_chat_template(tokenizer: Any, file: str | None, arguments: Mapping[str, Any]) -> None:
+def set_chat_template(tokenizer: Any, file: str | None, arguments: JsonMapping) -> None:
     """Give a tokenizer the chat template of a file, or keep its own, with `arguments` as defaults.
     Raises UserError: no such file, a template with a mistake in it, or an argument that it does not
     have."""
@@ -47,17 +55,20 @@ def set_chat_template(tokenizer: Any, file: str | None, arguments: Mapping[str, 
     if not arguments:
         return
     if not tokenizer.chat_template:
-        remedy = (
-            "goes with a chat template, which the model has not; set model.chat_template to a file"
-        )
+        remedy = "goes with a chat template, which the model has not; "
+        remedy += "set model.chat_template to a file"
         raise UserError("model.template_args", dict(arguments), remedy)
-    if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = write_arguments(tokenizer.chat_template, arguments)
-        return
-    tokenizer.chat_template = {
-        name: write_arguments(template, arguments)
-        for name, template in tokenizer.chat_template.items()
-    }
+    _change_templates(tokenizer, lambda template: write_arguments(template, arguments))
+
+
+def _change_templates(tokenizer: Any, change: Callable[[str], str]) -> None:
+    """Put what `change` makes of a tokenizer's template in its place."""
+    template = tokenizer.chat_template
+    if isinstance(template, str):
+        tokenizer.chat_template = change(template)
+    else:
+        # Some models have several by name, as Command R one for tools.
+        tokenizer.chat_template = {name: change(text) for name, text in template.items()}
 
 
 def fix_date(tokenizer: Any, date: datetime.date) -> bool:
@@ -68,10 +79,7 @@ def fix_date(tokenizer: Any, date: datetime.date) -> bool:
     template = tokenizer.chat_template
     if not template:
         return False
-    if isinstance(template, str):
-        tokenizer.chat_template = write_date(template, date)
-        return bool(tokenizer.chat_template != template)
-    tokenizer.chat_template = {name: write_date(text, date) for name, text in template.items()}
+    _change_templates(tokenizer, lambda text: write_date(text, date))
     return bool(tokenizer.chat_template != template)
 
 
@@ -91,30 +99,25 @@ def read_template(file: str) -> str:
         template = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(
-            "model.chat_template",
-            file,
-            f"cannot be read: {reason}; give it a file with a Jinja template",
-        ) from error
+        remedy = f"cannot be read: {reason}; give it a file with a Jinja template"
+        raise UserError("model.chat_template", file, remedy) from error
     if not template.strip():
         raise UserError("model.chat_template", file, "is empty; give it a Jinja template")
     return template
 
 
-def write_arguments(template: str, arguments: Mapping[str, Any]) -> str:
+def write_arguments(template: str, arguments: JsonMapping) -> str:
     """Return `template` with `arguments` as its defaults. Raises UserError: it has no argument of
     that name, or the value cannot be written into it."""
-    known = list_arguments(template)
+    names = list_arguments(template)
+    defaults = ""
     for name, value in arguments.items():
-        if name not in known:
-            remedy = f"the chat template has no such argument; it has {', '.join(sorted(known)) or 'none'}"
+        if name not in names:
+            listed = ", ".join(sorted(names)) or "none"
+            remedy = f"the chat template has no such argument; it has {listed}"
             raise UserError(f"model.template_args.{name}", value, remedy)
-    # `+%}` keeps a newline with which the template begins.
-    defaults = [
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {write_literal(name, value)} %}}{{%- endif +%}}"
-        for name, value in arguments.items()
-    ]
-    return "".join(defaults) + template
+        defaults += DEFAULT.format(name=name, value=write_literal(name, value))
+    return defaults + template
 
 
 def list_arguments(template: str) -> set[str]:
@@ -123,6 +126,8 @@ def list_arguments(template: str) -> set[str]:
     from jinja2 import meta, nodes
 
     environment = _compile(template, "chat template", "").environment
+    # Jinja knows what a template reads and never sets; a name with a default is set only in a branch
+    # or not at all, so it is looked for by its test and its filter.
     tree = environment.parse(template)
     names = set(meta.find_undeclared_variables(tree))
     names -= {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
@@ -143,9 +148,8 @@ def write_literal(name: str, value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(write_literal(name, part) for part in value) + "]"
     if isinstance(value, dict):
-        parts = [
-            f"{json.dumps(str(key))}: {write_literal(name, part)}" for key, part in value.items()
-        ]
+        keys = [json.dumps(str(key)) for key in value]
+        parts = [f"{key}: {write_literal(name, part)}" for key, part in zip(keys, value.values())]
         return "{" + ", ".join(parts) + "}"
     raise UserError(f"model.template_args.{name}", value, "is not a JSON value")
 
@@ -156,27 +160,28 @@ def find_turn_end(tokenizer: Any, stops: set[int]) -> int | None:
     turns, or nothing of that kind does."""
     if not tokenizer.chat_template:
         return None
-    answer = str(SAMPLE[1]["content"])
-    for chat in list_chats(open_chat(tokenizer, [*SAMPLE, NEXT], None)):
+    for chat in list_chats(open_chat(tokenizer, SAMPLE, None)):
         try:
             last = chat.render(2, prompt=False)
             between = chat.render(3, prompt=False)
         except CannotRender:
             continue
-        if answer in last and answer in between:
+        if ANSWER in last and ANSWER in between:
             break
     else:
         return None
-    last_ids = chat.encode(last.rpartition(answer)[2], start=False)
-    between_ids = chat.encode(between.rpartition(answer)[2], start=False)
+    last_ids = chat.encode(last.rpartition(ANSWER)[2], start=False)
+    between_ids = chat.encode(between.rpartition(ANSWER)[2], start=False)
+    # How a turn ends whether another follows or not.
     shared: list[int] = []
     for token, other in zip(last_ids, between_ids):
         if token != other:
             break
         shared.append(token)
     controls = list_control_ids(tokenizer)
-    # What ends the last turn alone (Phi-3's EOS, gpt-oss' <|return|>) counts only where nothing ends all turns.
     ends = [token for token in shared if token in controls]
+    # What ends the last turn alone (Phi-3's EOS, gpt-oss' <|return|>) counts only where nothing ends
+    # all turns.
     ends = ends or [token for token in last_ids if token in controls]
     return None if not ends or stops.intersection(ends) else ends[-1]
 
@@ -189,6 +194,9 @@ def _compile(template: str, field: str, value: str) -> Any:
     try:
         return _compile_jinja_template(template)
     except TemplateError as error:
+        remedy = f"is not a Jinja template: {error}"
+        # Only errors of its syntax have a line.
         line = getattr(error, "lineno", None)
-        where = f" (line {line})" if line else ""
-        raise UserError(field, value, f"is not a Jinja template: {error}{where}") from error
+        if line:
+            remedy += f" (line {line})"
+        raise UserError(field, value, remedy) from error

@@ -5,12 +5,13 @@ import copy
 import itertools
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+
+from tuneloop.formats.sequences import LazySequence
 
 ROWS = 32
 """Documents in a record batch."""
@@ -23,24 +24,8 @@ SCHEMA = pa.schema(
     }
 )
 
-T = TypeVar("T")
 
-
-class Places(Sequence[T]):
-    """A sequence of `length` items; `at` makes the item of an index when it is read."""
-
-    def __init__(self, length: int, at: Callable[[int], T]) -> None:
-        self._length, self.at = length, at
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, place: Any) -> Any:
-        places = range(self._length)[place]
-        return self.at(places) if isinstance(places, int) else [self.at(i) for i in places]
-
-
-class Corpus(Places["Document"]):
+class Corpus(LazySequence["Document"]):
     """Documents by index, in an Arrow `file` by `write_corpus`, about 4.5 bytes a token. It is
     mapped into memory, so it may be deleted while in use.
 
@@ -53,57 +38,64 @@ class Corpus(Places["Document"]):
 
     def __init__(self, file: str) -> None:
         reader = pa.ipc.open_file(pa.memory_map(file))
-        batches = [reader.get_batch(k) for k in range(reader.num_record_batches)]
-        size = batches[0].num_rows if batches else 1  # of each batch but the last
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        # Of each batch but the last.
+        size = batches[0].num_rows if batches else 1
+        # Views of the mapping: nothing of the tokens is copied before it is read.
         starts = [batch["input_ids"].offsets.to_numpy() for batch in batches]
         ids = [batch["input_ids"].values.to_numpy() for batch in batches]
         masks = [batch["loss_mask"].values for batch in batches]
 
-        def read(place: int) -> Document:
-            k, row = divmod(place, size)
-            start, end = starts[k][row : row + 2].tolist()
-            mask = masks[k].slice(start, end - start).to_numpy(zero_copy_only=False)
-            return Document(array("i", ids[k][start:end].tobytes()), array("b", mask.tobytes()))
+        def read(index: int) -> Document:
+            number, row = divmod(index, size)
+            start, end = starts[number][row : row + 2].tolist()
+            mask = masks[number].slice(start, end - start).to_numpy(zero_copy_only=False)
+            document_ids = array("i", ids[number][start:end].tobytes())
+            return Document(document_ids, array("b", mask.tobytes()))
 
-        self.names = pa.chunked_array([batch["id"] for batch in batches], pa.string())
+        names = [batch["id"] for batch in batches]
+        self.names = pa.chunked_array(names, pa.string())
         super().__init__(len(self.names), read)
+        rows = [pa.nulls(len(self.names), pa.string())]
         # Tokens that an earlier version made have no names of rows.
-        known = bool(batches) and "row" in batches[0].schema.names
-        columns = (
-            [batch["row"] for batch in batches]
-            if known
-            else [pa.nulls(len(self.names), pa.string())]
-        )
-        self.rows = pa.chunked_array(columns, pa.string())
-        lengths = [np.diff(offsets).astype(np.int64) for offsets in starts]
-        highest = [np.maximum.reduceat(part, offsets[:-1]) for part, offsets in zip(ids, starts)]
-        self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths])
-        self.highest_ids = np.concatenate([np.zeros(0, np.int32), *highest])
+        if batches and "row" in batches[0].schema.names:
+            rows = [batch["row"] for batch in batches]
+        self.rows = pa.chunked_array(rows, pa.string())
+        # The empty arrays give the dtype where there are no documents.
+        lengths = [np.zeros(0, np.int64)]
+        highest_ids = [np.zeros(0, np.int32)]
+        for batch_ids, offsets in zip(ids, starts):
+            lengths.append(np.diff(offsets).astype(np.int64))
+            highest_ids.append(np.maximum.reduceat(batch_ids, offsets[:-1]))
+        self.lengths = np.concatenate(lengths)
+        self.highest_ids = np.concatenate(highest_ids)
 
     @property
     def tokens(self) -> int:
         """The number of ids in all documents."""
         return int(self.lengths.sum())
 
-    def name(self, place: int) -> str:
+    def name(self, index: int) -> str:
         """Name a document by the row of the user's file, or else by its id."""
-        return self.rows[place].as_py() or self.names[place].as_py()
+        return self.rows[index].as_py() or self.names[index].as_py()
 
-    def select(self, places: Sequence[int], limit: int) -> "Corpus":
-        """Return the documents at `places`, in this order, each cut off after `limit` ids."""
-        chosen = copy.copy(self)
-        indices = np.asarray(places, np.int64)
+    def select(self, indices: Sequence[int], limit: int) -> "Corpus":
+        """Return the documents at `indices`, in this order, each cut off after `limit` ids."""
+        selected = copy.copy(self)
+        # Eight bytes a document: a list of numbers would have five times as many.
+        selected_indices = np.asarray(indices, np.int64)
 
-        def read(place: int) -> Document:
-            document = self.at(int(indices[place]))
+        def read(index: int) -> Document:
+            document = self[int(selected_indices[index])]
             return Document(document.ids[:limit], document.targets[:limit])
 
-        Places.__init__(chosen, len(indices), read)
-        chosen.names = self.names.take(indices)
-        chosen.rows = self.rows.take(indices)
-        chosen.lengths = np.minimum(self.lengths[indices], limit)
-        chosen.highest_ids = self.highest_ids[indices]
-        return chosen
+        LazySequence.__init__(selected, len(selected_indices), read)
+        selected.names = self.names.take(selected_indices)
+        selected.rows = self.rows.take(selected_indices)
+        selected.lengths = np.minimum(self.lengths[selected_indices], limit)
+        # Of the whole document: what is cut off may have the highest id.
+        selected.highest_ids = self.highest_ids[selected_indices]
+        return selected
 
     @classmethod
     def from_documents(cls, documents: "Iterable[tuple[str, Document]]") -> "Corpus":
@@ -116,9 +108,9 @@ class Corpus(Places["Document"]):
 def write_corpus(file: str, documents: "Iterable[tuple[str, Document]]") -> None:
     """Write documents, each with its name, for `Corpus`; equal ones give equal bytes. At most
     `ROWS` are in memory."""
-    rest = iter(documents)
+    documents = iter(documents)
     with pa.ipc.new_file(file, SCHEMA) as out:
-        while part := list(itertools.islice(rest, ROWS)):
+        while part := list(itertools.islice(documents, ROWS)):
             columns = {
                 "id": [name for name, _ in part],
                 "row": [document.row for _, document in part],
@@ -126,14 +118,18 @@ def write_corpus(file: str, documents: "Iterable[tuple[str, Document]]") -> None
                 "loss_mask": [np.asarray(document.targets, np.bool_) for _, document in part],
             }
             out.write_batch(pa.RecordBatch.from_pydict(columns, SCHEMA))
-            del part, columns  # free them before the next batch is built
+            # Free them before the next batch is built.
+            del part, columns
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     """Token ids, and which of them are targets; the first never is, for nothing precedes it.
-    `labels` are the ids to predict at each position, where they differ from `ids`. `row`: the row
-    of the user's file that it comes from."""
+
+    Attributes:
+        labels: the ids to predict at each position, where they differ from `ids`.
+        row: the row of the user's file that it comes from; None: not known.
+    """
 
     ids: Sequence[int]
     targets: Sequence[int]
@@ -150,6 +146,6 @@ class Document:
 
 def build_document(prompt: Sequence[int], completion: Sequence[int]) -> Document:
     """Build a document whose completion is the target."""
-    return Document(
-        array("i", [*prompt, *completion]), array("b", [0] * len(prompt) + [1] * len(completion))
-    )
+    ids = array("i", itertools.chain(prompt, completion))
+    targets = array("b", [0] * len(prompt) + [1] * len(completion))
+    return Document(ids, targets)

@@ -9,11 +9,12 @@ marks as special), also where it is spelled like one. Those come from the chat t
 this module alone."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.formats.chat_rendering import encode_text as encode_text
 from tuneloop.formats.chat_replies import encode_reply as encode_reply
 from tuneloop.formats.conversations import encode_answer as encode_answer
@@ -22,6 +23,7 @@ from tuneloop.formats.conversations import encode_prompt_messages
 from tuneloop.formats.rows import name_row
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files of which a tokenizer has one."""
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -29,23 +31,20 @@ def load_tokenizer(model: Path) -> Any:
     or has no EOS."""
     from transformers import AutoTokenizer
 
-    if not any(
-        (model / name).is_file() for name in FILES
-    ):  # transformers would make an empty one up
-        raise UserError(
-            "policy", str(model), f"has no tokenizer; add its files to it ({', '.join(FILES)})"
-        )
+    directory = str(model)
+    # Without any of them transformers would make an empty tokenizer up.
+    if not any((model / name).is_file() for name in FILES):
+        remedy = f"has no tokenizer; add its files to it ({', '.join(FILES)})"
+        raise UserError("policy", directory, remedy)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).split("\n")[0][:200]
-        raise UserError(
-            "policy", str(model), f"its tokenizer cannot be loaded: {reason}"
-        ) from error
+        remedy = f"its tokenizer cannot be loaded: {reason}"
+        raise UserError("policy", directory, remedy) from error
     if tokenizer.eos_token_id is None:
-        raise UserError(
-            "policy", str(model), "its tokenizer has no eos_token; set one in tokenizer_config.json"
-        )
+        remedy = "its tokenizer has no eos_token; set one in tokenizer_config.json"
+        raise UserError("policy", directory, remedy)
     return tokenizer
 
 
@@ -64,6 +63,7 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool, tools: str | None = N
     else:
         text_ids = encode_text(tokenizer, prompt)
         ids = list(tokenizer.encode(prompt, split_special_tokens=True))
+        # Text that itself ends so would be cut otherwise.
         if ids[-1:] == [tokenizer.eos_token_id] and text_ids[-1:] != ids[-1:]:
             ids.pop()
     if not ids:
@@ -71,7 +71,7 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool, tools: str | None = N
     return ids
 
 
-def encode_prompt_row(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
+def encode_prompt_row(tokenizer: Any, row: JsonMapping) -> list[int]:
     """Encode the prompt of a row of data. Raises UserError that names the row as the user's file
     does."""
     try:
@@ -83,19 +83,28 @@ def encode_prompt_row(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
 def encode_completion(tokenizer: Any, text: str) -> list[int]:
     """Encode what the policy should produce for `text`: no special tokens but the end of sequence,
     last."""
-    return [*encode_text(tokenizer, text), tokenizer.eos_token_id]
+    ids = encode_text(tokenizer, text)
+    ids.append(tokenizer.eos_token_id)
+    return ids
 
 
 def stop_ids(tokenizer: Any, model: Path) -> tuple[int, ...]:
     """Return the ids that end a completion: the tokenizer's and those of generation_config.json,
     sorted."""
+    ids = {tokenizer.eos_token_id}
     config = model / "generation_config.json"
-    listed = json.loads(config.read_text()).get("eos_token_id") if config.exists() else None
-    more = listed if isinstance(listed, list) else [] if listed is None else [listed]
-    return tuple(sorted({tokenizer.eos_token_id, *more}))
+    if config.exists():
+        # One id or several: Llama 3 and Qwen end a turn and a text by different tokens.
+        listed = json.loads(config.read_text()).get("eos_token_id")
+        if isinstance(listed, list):
+            ids.update(listed)
+        elif listed is not None:
+            ids.add(listed)
+    return tuple(sorted(ids))
 
 
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
     """Decode `ids` to text for people and verifiers, without special tokens; never encode it
     again."""
+    # The clean-up would remove spaces before punctuation, which the policy wrote.
     return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -37,11 +37,8 @@ class LengthPolicy:
         allowed = 0 if self.action == "refuse" else self.count_allowed(total)
         if dropped <= allowed:
             return
-        if self.action == "refuse":
-            choice = "drop the rows, or set data.too_long=drop"
-        else:
-            choice = (
-                f"drop the rows, or allow more than {self.share:.2%} of them (data.drop_at_most)"
-            )
-        remedy = f"{'; '.join(rows[:SHOWN])}: {problem}, {choice}"
+        choice = "set data.too_long=drop"
+        if self.action != "refuse":
+            choice = f"allow more than {self.share:.2%} of them (data.drop_at_most)"
+        remedy = f"{'; '.join(rows[:SHOWN])}: {problem}, drop the rows, or {choice}"
         raise UserError("data.too_long", f"{dropped} of {total} rows", remedy)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tuneloop.core.errors import UserError
-from tuneloop.formats.carried import Begun
+from tuneloop.formats.carried import OpenGroup
 from tuneloop.formats.rollouts import Completion, Request, get_versions, request_id
 from tuneloop.inference.engines import Engine, Sampling
 
@@ -37,7 +37,7 @@ class Rounds:
     size: int
     batch_groups: int
     oldest: int
-    unfinished: Mapping[str, Begun]
+    unfinished: Mapping[str, OpenGroup]
 
     @property
     def unfinished_tokens(self) -> int:

@@ -199,7 +199,7 @@ def check_data_files(subject: Subject) -> Iterator[Limit]:
             continue
         for source in list_data_sources(stage):
             setting = subject.name_setting(stage, source.setting)
-            for address in source.list_addresses():
+            for address in source.addresses:
                 yield from check_data_address(setting, address, source.split)
 
 

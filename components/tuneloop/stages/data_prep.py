@@ -16,6 +16,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.data import Splits
 from tuneloop.data.budgets import Budget, Policy
 from tuneloop.data.preparation import Tally, check_rewards, check_sizes, log_counts, report_rows
+from tuneloop.data.ray_tables import ray_data
 from tuneloop.data.requirements import check_required
 from tuneloop.data.sizes import SPLITS, Size, Split, choose_sizes, count_wanted
 from tuneloop.data.sources import (
@@ -38,7 +39,6 @@ from tuneloop.data.tables import (
     build_tables,
     examine_answers,
     open_writers,
-    ray_data,
     select_split,
 )
 from tuneloop.formats.chat_forms import Reasoning
@@ -246,7 +246,7 @@ def open_source(
     source, arguments = find_source_of(stage.params)
     splits = load_source(source, arguments, count_wanted(wanted), stage.seed("data"))
     is_endless = splits.rows is None and source != FILES
-    return splits, choose_sizes(wanted, splits.rows, splits.own, is_endless)
+    return splits, choose_sizes(wanted, splits.rows, splits.separate, is_endless)
 
 
 if __name__ == "__main__":

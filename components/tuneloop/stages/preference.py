@@ -88,7 +88,9 @@ def preference(
         stage, trainer, objective, pairs, reference, options.per_device_train_batch_size
     )
     if not options.backend:
-        loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, learner.step)
+        loss = epochs.train_epochs(
+            stage, trainer, len(pairs), options, pairs.__getitem__, learner.step
+        )
     elif reference_digest == policy.manifest.digest:
         loss = train_by_backend(stage, trainer, policy, prompts, options.max_steps)
     else:

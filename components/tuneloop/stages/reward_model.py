@@ -56,7 +56,7 @@ def reward_model(
         pairs = fit_pairs(stage, pairs, prompts, trainer, options)
         held_out = fit_pairs(stage, held_out, prompts, trainer, options) or pairs
     step = partial(train_step, stage, trainer, center=center_rewards_coefficient)
-    loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, step)
+    loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.__getitem__, step)
     with stage.timed("evaluate"):
         right = compute_accuracy(
             stage, trainer, held_out, 2 * options.per_device_train_batch_size, ScoreTrainer.scores

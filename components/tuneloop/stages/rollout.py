@@ -15,7 +15,7 @@ from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.core.seeds import derive_seed, draw_indices, permute_index
 from tuneloop.formats import rollouts
-from tuneloop.formats.carried import ABOUT, CARRIED, read_carried
+from tuneloop.formats.carried import CARRIED, METADATA, read_carried
 from tuneloop.formats.facts import PromptFacts, VersionFacts
 from tuneloop.formats.rows import list_columns
 from tuneloop.inference import generate
@@ -144,7 +144,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
             for some in rounds.divide_groups(completions, options.max_tokens)
         )
         about = {"drawn": drawn + len(places), "options": _shared_options(options)}
-        _write(stage.out / CARRIED, tokenizer, left, {ABOUT: json.dumps(about, sort_keys=True)})
+        _write(stage.out / CARRIED, tokenizer, left, {METADATA: json.dumps(about, sort_keys=True)})
         bound = int(stage.facts["staleness"]["bound"])
         stage.facts["staleness"] = generate.measure_staleness(
             policy, [said for *_, said in batch], bound

@@ -9,7 +9,8 @@ import xxhash
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
-from tuneloop.formats.token_files import Corpus, Document, Places, build_document
+from tuneloop.formats.sequences import LazySequence
+from tuneloop.formats.token_files import Corpus, Document, build_document
 from tuneloop.training import checkpoint
 from tuneloop.training.corpora import read_corpus
 from tuneloop.training.lengths import fit_corpus
@@ -30,7 +31,7 @@ PLANNED = 8192
 """Documents whose micro-batches are planned together."""
 
 
-class Pairs(Places[list[Document]]):
+class Pairs(LazySequence[list[Document]]):
     """Pairs by index: a prompt with the chosen completion, then with the rejected one, in the order of `documents`."""
 
     def __init__(self, documents: Corpus) -> None:
@@ -46,7 +47,7 @@ class Pairs(Places[list[Document]]):
         return pa.array((xxhash.xxh3_64_hexdigest(b"".join(each)) for each in parts), pa.string())
 
 
-class Mismatched(Places[Document]):
+class Mismatched(LazySequence[Document]):
     """Each prompt with the completions of the previous pair: unrelated samples, from which KTO estimates KL."""
 
     def __init__(self, documents: Sequence[Document]) -> None:

@@ -76,7 +76,7 @@ def test_splits_of_their_own(tmp_path: Path) -> None:
     splits = load_source("files", args, 0, 0)
     assert [len(list(part)) for part in (splits.train, splits.eval)] == [4, 2]
     assert [e.prompt for e in splits.sft] == ["hello"]
-    assert splits.own == {"eval", "sft"}
+    assert splits.separate == {"eval", "sft"}
 
 
 def test_answers_are_cut_out(tmp_path: Path) -> None:

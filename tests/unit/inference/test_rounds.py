@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuneloop.core.seeds import derive_seed
-from tuneloop.formats.carried import Begun
+from tuneloop.formats.carried import OpenGroup
 from tuneloop.formats.rollouts import Completion, FinishReason, Request, get_versions
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.rounds import Rounds, bound_staleness
@@ -100,7 +100,7 @@ def test_completions_grow_until_enough_groups_have_ended() -> None:
     seeds = [seed for asked in engine.asked for r in asked for seed in r.seeds]
     assert len(seeds) == len({*seeds}), "no stream is used twice"
 
-    begun = {name: Begun({}, PROMPT, made[i]) for i, name in enumerate(lengths) if i in (0, 2)}
+    begun = {name: OpenGroup({}, PROMPT, made[i]) for i, name in enumerate(lengths) if i in (0, 2)}
     later = Rounds(2, 2, 1, begun)
     assert later.unfinished_tokens == 1 + 4 + 4 + 4
     engine = Given(4, lambda name, sample: 1 if name == "e" else lengths[name][sample])
@@ -126,7 +126,7 @@ def test_completions_grow_until_enough_groups_have_ended() -> None:
 def test_every_group_is_in_one_batch_and_no_token_is_older_than_the_bound(
     rounds: int, wanted: int, more: int, n: int, seed: int
 ) -> None:
-    size, groups, begun, drawn = 2, wanted + more, dict[str, Begun](), 0
+    size, groups, begun, drawn = 2, wanted + more, dict[str, OpenGroup](), 0
     bound, batches = bound_staleness(rounds, groups, wanted), list[list[str]]()
     for version in range(12):
         fresh = [f"i{version:02d}-p{place}" for place in range(groups - len(begun))]
@@ -140,7 +140,7 @@ def test_every_group_is_in_one_batch_and_no_token_is_older_than_the_bound(
         batches.append([names[i] for i in batch])
         oldest = min(v for i in batch for said in made[i] for v in said.versions)
         assert version - oldest <= bound
-        begun = {names[i]: Begun({}, PROMPT, made[i]) for i in left}
+        begun = {names[i]: OpenGroup({}, PROMPT, made[i]) for i in left}
     trained = [name for batch in batches for name in batch]
     assert len(trained) == len({*trained}) == 12 * wanted and not begun.keys() & {*trained}
     assert drawn == 12 * wanted + len(begun) == 11 * wanted + groups
@@ -161,7 +161,7 @@ def test_every_group_is_in_one_batch_and_no_token_is_older_than_the_bound(
 def test_the_bound_is_reached(rounds: int, groups: int, wanted: int, bound: int) -> None:
     """By groups that take all rounds beside others that end in the first."""
     assert bound_staleness(rounds, groups, wanted) == bound
-    begun, ages = dict[str, Begun](), list[int]()
+    begun, ages = dict[str, OpenGroup](), list[int]()
     for version in range(bound + 1):
         fresh = [f"i{version}-p{place}" for place in range(groups - len(begun))]
         names = [*begun, *fresh]
@@ -170,5 +170,5 @@ def test_the_bound_is_reached(rounds: int, groups: int, wanted: int, bound: int)
         made = play(engine, one := Rounds(2, wanted, bound, begun), names, 1, 2 * rounds)
         batch, left = one.divide_groups(made, 2 * rounds)
         ages += [version - min(made[i][0].versions) for i in batch]
-        begun = {names[i]: Begun({}, PROMPT, made[i]) for i in left}
+        begun = {names[i]: OpenGroup({}, PROMPT, made[i]) for i in left}
     assert max(ages) == bound

@@ -9,13 +9,15 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from types import UnionType
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.data import Example
-from tuneloop.data.columns import MISSING, Columns, get_path_safely
+from tuneloop.data.columns import MISSING, Columns, get_path
 
-Values = Mapping[str, Any]
+Values = JsonMapping
+"""The values of a row by column."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +34,9 @@ class Layout:
         summary: where prompt, answer and completions come from.
         rewards: reward → weight that judges completions of these rows by default; empty: none fits
             by itself.
-        fits: whether a row's values are of this layout; None: its columns suffice.
+        types: path of a column → the types that its values have in Python, where others of the same
+            name hold something else.
+        fits: whether a row's values are of this layout; None: its columns and types suffice.
         companion: a file beside the data that has more columns of the same rows, and its key:
             ``{name}`` in the path is the data's own file name.
     """
@@ -44,6 +48,7 @@ class Layout:
     roles: Columns = field(default_factory=Columns)
     read: Callable[[Values], Example] | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
+    types: Mapping[str, type | UnionType] = field(default_factory=dict)
     fits: Callable[[Values], bool] | None = None
     companion: tuple[str, str] | None = None
 
@@ -55,23 +60,32 @@ class Layout:
 
     def matches(self, values: Values) -> bool:
         """Return whether a row has the columns of this layout, filled as it fills them."""
-        for column in self.columns:
-            value = get_path_safely(values, column)
-            if value is MISSING or value is None:
-                return False
         try:
+            if any(get_path(values, column) in (MISSING, None) for column in self.columns):
+                return False
+            for path, kind in self.types.items():
+                if not isinstance(get_path(values, path), kind):
+                    return False
             return self.fits is None or self.fits(values)
         except ValueError:
+            # JSON text on the way to a column, or in it, is damaged.
             return False
 
 
 @cache
 def list_layouts() -> list[Layout]:
-    """List all layouts: those with the most columns first, and of these the ones that look closer."""
+    """List all layouts: those with the most columns first, and of these the ones that also look at
+    values. A layout comes before those whose columns are a part of its own."""
     layouts: list[Layout] = []
     for module in pkgutil.iter_modules(__path__):
         layouts += importlib.import_module(f"{__name__}.{module.name}").LAYOUTS
-    return sorted(layouts, key=lambda layout: (-len(layout.columns), layout.fits is None))
+    return sorted(layouts, key=_rank)
+
+
+def _rank(layout: Layout) -> tuple[int, bool]:
+    """Return what layouts are sorted by."""
+    looks_closer = layout.fits is not None or bool(layout.types)
+    return -len(layout.columns), not looks_closer
 
 
 def find_layout(name: str) -> Layout:
@@ -79,12 +93,13 @@ def find_layout(name: str) -> Layout:
     for layout in list_layouts():
         if layout.name == name:
             return layout
-    known = ", ".join(sorted(layout.name for layout in list_layouts()))
-    raise UserError("data.layout", name, f"unknown; known: {known}")
+    names = ", ".join(sorted(layout.name for layout in list_layouts()))
+    raise UserError("data.layout", name, f"unknown; known: {names}")
 
 
 def recognise_layout(rows: Sequence[Values]) -> Layout | None:
     """Recognise the layout that more than half of these rows have; None: there is none."""
+    # Not of all rows: a few that are damaged are dropped later, each with its reason.
     for layout in list_layouts():
         if 2 * sum(layout.matches(values) for values in rows) > len(rows):
             return layout

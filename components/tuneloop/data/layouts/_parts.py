@@ -4,12 +4,12 @@ import ast
 import json
 import random
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
 
-from tuneloop.data import BadValue
+from tuneloop.data import BadValue, Example, Prompt
 from tuneloop.data.columns import (
     MISSING,
     as_messages,
@@ -19,21 +19,24 @@ from tuneloop.data.columns import (
     read_prompt,
     split_conversation,
 )
-from tuneloop.data.messages import Message, get_text, is_messages, parse_messages
+from tuneloop.data.layouts import Layout, Values
+from tuneloop.data.messages import get_text, is_messages, parse_messages, parse_tools
 from tuneloop.data.readers.strict_json import parse_json
+from tuneloop.formats.chat_forms import Message
 
-LAYOUTS = ()
+LAYOUTS: tuple[Layout, ...] = ()
+"""None: what is shared here is no family of layouts."""
 
 
-def get_text_of(values: Mapping[str, Any], column: str) -> str:
+def get_text_of(values: Values, column: str) -> str:
     """Return the text of a column. Raises BadValue: it is no text, or empty."""
-    prompt = get_prompt(values, column)
+    prompt = read_prompt(values, column)
     if not isinstance(prompt, str):
         raise BadValue(f"column {column!r} must hold text, not messages")
     return prompt
 
 
-def get_value(values: Mapping[str, Any], path: str) -> Any:
+def get_value(values: Values, path: str) -> Any:
     """Return the value at a path. Raises BadValue: there is none, or it is null."""
     value = get_path(values, path)
     if value is MISSING or value is None:
@@ -42,17 +45,7 @@ def get_value(values: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def get_prompt(values: Mapping[str, Any], column: str) -> str | list[Message]:
-    """Return the prompt that a column holds: text, or messages. Raises BadValue: it holds none."""
-    return read_prompt(get_path(values, column), column)
-
-
-def get_completion(values: Mapping[str, Any], column: str) -> str:
-    """Return the completion that a column holds. Raises BadValue: it holds none."""
-    return read_completion(get_path(values, column), column)
-
-
-def get_optional_text(values: Mapping[str, Any], column: str) -> str:
+def get_optional_text(values: Values, column: str) -> str:
     """Return the text of a column that may be empty or missing."""
     value = values.get(column)
     if value is not None and not isinstance(value, str):
@@ -60,7 +53,7 @@ def get_optional_text(values: Mapping[str, Any], column: str) -> str:
     return value or ""
 
 
-def get_answer(values: Mapping[str, Any], column: str) -> str:
+def get_answer(values: Values, column: str) -> str:
     """Return the answer that a column holds. Raises BadValue: it holds none."""
     return read_answer(get_path(values, column), column)
 
@@ -77,8 +70,9 @@ def find_boxed(text: str) -> str | None:
     start = text.index("{", start)
     depth = 0
     for position in range(start, len(text)):
-        escaped = text[position - 1] == "\\"
-        depth += (text[position] == "{" and not escaped) - (text[position] == "}" and not escaped)
+        # LaTeX shows a brace after a backslash, and matches the others.
+        if text[position - 1] != "\\":
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
             return text[start + 1 : position].strip() or None
     return None
@@ -127,40 +121,46 @@ def check_choices(choices: Any, column: str) -> list[str]:
 def shuffle_choices(right: str, wrong: Sequence[str]) -> tuple[list[str], str]:
     """Return choices in an order that follows from their text alone, and the right one's letter."""
     choices = [right, *wrong]
+    # The same data gives the same letters, whatever seed a run has and however rows are ordered.
     seed = xxhash.xxh3_64_intdigest(json.dumps(choices, ensure_ascii=False).encode())
     random.Random(seed).shuffle(choices)
     return choices, string.ascii_uppercase[choices.index(right)]
 
 
-def read_pair(
-    values: Mapping[str, Any], chosen: str = "chosen", rejected: str = "rejected"
-) -> tuple[list[Message], str, str]:
-    """Read a pair whose sides have the prompt in them; return the prompt and the two completions.
-    Raises BadValue: the sides differ before their last message, or one is no conversation."""
+def read_pair(values: Values) -> Example:
+    """Read the pair ``chosen`` and ``rejected``, whose sides have the prompt in them. Raises
+    BadValue: the sides differ before their last message, or one is no conversation."""
     sides: list[tuple[list[Message], Message]] = []
-    for column in (chosen, rejected):
+    for column in ("chosen", "rejected"):
         try:
             sides.append(split_conversation(parse_messages(values.get(column))))
         except BadValue as error:
             raise BadValue(f"column {column!r} {error}") from error
     (prompt, better), (other_prompt, worse) = sides
+    # A preference that begins in an earlier turn is none between two completions of one prompt.
     if prompt != other_prompt:
-        raise BadValue(f"{chosen!r} and {rejected!r} differ before their last message")
+        raise BadValue("'chosen' and 'rejected' differ before their last message")
     if "tool_calls" in better or "tool_calls" in worse:
         raise BadValue("a side of the pair is a tool call; only text can be preferred")
-    return prompt, get_text(better), get_text(worse)
+    return make_pair(prompt, get_text(better), get_text(worse), values)
 
 
-def read_sides(
-    values: Mapping[str, Any], prompt: str, chosen: str, rejected: str
-) -> tuple[str | list[Message], str, str]:
-    """Read a pair with a prompt of its own: its sides are completions, or have the prompt in them
-    once more."""
-    if is_messages(values.get(chosen)) and len(values[chosen]) > 1:
-        return read_pair(values, chosen, rejected)
-    asked = get_prompt(values, prompt)
-    better = get_completion(values, chosen)
-    worse = get_completion(values, rejected)
-    if is_messages(values.get(chosen)):
-        asked = as_messages(asked)
-    return asked, better, worse
+def read_sides(values: Values, prompt_column: str) -> Example:
+    """Read the pair ``chosen`` and ``rejected`` with a prompt of its own: its sides are
+    completions, or have the prompt in them once more."""
+    if is_messages(values.get("chosen")) and len(values["chosen"]) > 1:
+        return read_pair(values)
+    prompt = read_prompt(values, prompt_column)
+    better = read_completion(values, "chosen")
+    worse = read_completion(values, "rejected")
+    if is_messages(values.get("chosen")):
+        prompt = as_messages(prompt)
+    return make_pair(prompt, better, worse, values)
+
+
+def make_pair(prompt: Prompt, chosen: str, rejected: str, values: Values) -> Example:
+    """Make an example of a pair. Raises BadValue: its sides are equal."""
+    if chosen == rejected:
+        raise BadValue("chosen and rejected are equal: there is nothing to prefer")
+    tools = parse_tools(values.get("tools"))
+    return Example(prompt, None, demonstration=chosen, rejected=rejected, tools=tools)

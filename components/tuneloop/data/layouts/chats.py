@@ -1,31 +1,34 @@
 """Conversations and instructions: what people fine-tune on."""
 
+from dataclasses import replace
+
 from tuneloop.data import BadValue, Example
-from tuneloop.data.columns import Columns
+from tuneloop.data.columns import Columns, add_system, as_messages, read_completion, read_prompt
 from tuneloop.data.layouts import Layout, Values
 from tuneloop.data.layouts._parts import (
     get_answer,
-    get_completion,
     get_optional_text,
-    get_prompt,
     get_text_of,
     get_value,
     is_messages,
 )
-from tuneloop.data.messages import Message, is_conversation, parse_messages, parse_tools
+from tuneloop.data.messages import parse_messages, parse_tools
+from tuneloop.formats.chat_forms import Message
 
 
 def make_chat(messages: list[Message], values: Values) -> Example:
     """Make an example of a conversation, or of a prompt in messages with an answer beside it."""
     tools = parse_tools(values.get("tools"))
     answer = values.get("answer")
-    if is_conversation(messages):
+    if messages[-1]["role"] == "assistant":
         return Example(messages, None, tools=tools)
+    # Rewards compare with text or a number.
     has_answer = answer not in (None, "") and not isinstance(answer, list | dict)
+    # A conversation with turns of the assistant that breaks off was meant to be learned.
     is_asking = all(message["role"] in ("system", "user") for message in messages)
     if not (has_answer or is_asking):
-        last = messages[-1]["role"]
-        raise BadValue(f"ends with the {last}'s message: there is no reply to learn")
+        role = messages[-1]["role"]
+        raise BadValue(f"ends with the {role}'s message: there is no reply to learn")
     return Example(messages, get_answer(values, "answer") if has_answer else None, tools=tools)
 
 
@@ -39,34 +42,35 @@ def read_sharegpt(values: Values) -> Example:
     messages = parse_messages(get_value(values, "conversations"))
     system = get_optional_text(values, "system") or get_optional_text(values, "system_prompt")
     if system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
+        messages = add_system(messages, system)
     example = make_chat(messages, values)
     # Hermes writes the tools into the system message, in the form that its model expects.
     is_written = "<tools>" in messages[0]["content"]
-    return Example(example.prompt, example.answer, tools=None if is_written else example.tools)
+    return replace(example, tools=None) if is_written else example
 
 
 def read_orca(values: Values) -> Example:
     """Read OpenOrca: a system message, a question, a response."""
-    messages: list[Message] = [{"role": "user", "content": get_text_of(values, "question")}]
+    messages = as_messages(get_text_of(values, "question"))
     system = get_optional_text(values, "system_prompt")
+    # OpenOrca has an empty one in a part of its rows, which templates would render as such.
     if system.strip():
-        messages = [{"role": "system", "content": system}, *messages]
-    return Example(messages, None, demonstration=get_completion(values, "response"))
+        messages = add_system(messages, system)
+    return Example(messages, None, demonstration=read_completion(values, "response"))
 
 
 def read_prompt_completion(values: Values) -> Example:
     """Read TRL's form of a prompt and its completion."""
     completion = values.get("completion")
     tools = parse_tools(values.get("tools"))
-    prompt = get_prompt(values, "prompt")
+    prompt = read_prompt(values, "prompt")
     if is_messages(completion) and isinstance(prompt, list):
-        return Example(parse_messages([*prompt, *(completion or [])]), None, tools=tools)
-    demonstration = get_completion(values, "completion")
-    answer = values.get("answer")
-    if answer in (None, ""):
-        return Example(prompt, None, demonstration=demonstration, tools=tools)
-    return Example(prompt, get_answer(values, "answer"), demonstration, tools=tools)
+        return Example(parse_messages(prompt + completion), None, tools=tools)
+    completion = read_completion(values, "completion")
+    if values.get("answer") in (None, ""):
+        return Example(prompt, None, demonstration=completion, tools=tools)
+    # Beside an answer the completion is a worked solution, which the reward has to accept.
+    return Example(prompt, get_answer(values, "answer"), solution=completion, tools=tools)
 
 
 def read_text(values: Values) -> Example:
@@ -74,26 +78,12 @@ def read_text(values: Values) -> Example:
     first token of a text is never learned."""
     text = get_text_of(values, "text").strip()
     words = text.split(maxsplit=1)
+    # Chinese and Japanese have no spaces between words: the first character is enough.
     first = words[0] if len(words) == 2 else text[:1]
     if len(first) == len(text):
         raise BadValue("column 'text' has one character: nothing follows it")
+    # Many texts begin with the same word, and are no rows of one prompt.
     return Example(first, None, demonstration=text[len(first) :], is_plain=True, key=text)
-
-
-def _has_list_or_text(column: str, values: Values) -> bool:
-    return isinstance(values.get(column), list | str)
-
-
-def _is_chat_layout(values: Values) -> bool:
-    return _has_list_or_text("messages", values)
-
-
-def _is_sharegpt(values: Values) -> bool:
-    return _has_list_or_text("conversations", values)
-
-
-def _is_text(values: Values) -> bool:
-    return isinstance(values.get("text"), str)
 
 
 LAYOUTS = (
@@ -101,7 +91,7 @@ LAYOUTS = (
         name="messages",
         title="chats (messages)",
         columns=("messages",),
-        fits=_is_chat_layout,
+        types={"messages": list | str},
         read=read_messages,
         summary="conversations from messages",
     ),
@@ -109,7 +99,7 @@ LAYOUTS = (
         name="sharegpt",
         title="ShareGPT",
         columns=("conversations",),
-        fits=_is_sharegpt,
+        types={"conversations": list | str},
         read=read_sharegpt,
         summary="conversations from conversations (from, value)",
     ),
@@ -166,7 +156,7 @@ LAYOUTS = (
         name="text",
         title="plain text",
         columns=("text",),
-        fits=_is_text,
+        types={"text": str},
         read=read_text,
         summary="text from text",
     ),

@@ -13,11 +13,12 @@ from tuneloop.data.layouts._parts import (
 )
 
 CHOICE = {"choice": 1.0}
+"""The reward of these layouts, and its weight."""
 WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
 def read_gpqa(values: Values) -> Example:
-    """Read GPQA: one right answer and three wrong ones, put into an order that their text decides."""
+    """Read GPQA: one right answer and three wrong ones, in an order that their text decides."""
     right = get_text_of(values, "Correct Answer").strip()
     wrong = [get_text_of(values, column).strip() for column in WRONG]
     choices, letter = shuffle_choices(right, wrong)
@@ -28,9 +29,8 @@ def read_mmlu(values: Values) -> Example:
     """Read MMLU: the answer is the number of a choice, from 0, or its letter."""
     column = "choices" if "choices" in values else "options"
     choices = check_choices(get_value(values, column), column)
-    return _make_question(
-        get_text_of(values, "question"), choices, _find_letter(get_value(values, "answer"), choices)
-    )
+    letter = _find_letter(get_value(values, "answer"), choices)
+    return _make_question(get_text_of(values, "question"), choices, letter)
 
 
 def read_arc(values: Values) -> Example:
@@ -40,17 +40,22 @@ def read_arc(values: Values) -> Example:
     key = get_value(values, "answerKey")
     if not isinstance(labels, list) or len(labels) != len(choices) or key not in labels:
         raise BadValue(f"column 'answerKey' is {key!r}, which is not the label of a choice")
+    # Some rows of ARC have the labels 1 to 4: the prompt lists all choices by letter.
     letter = string.ascii_uppercase[labels.index(key)]
     return _make_question(get_text_of(values, "question"), choices, letter)
 
 
 def _make_question(question: str, choices: list[str], letter: str) -> Example:
+    """Make an example of a question; `letter` names the right one of its choices."""
     prompt = format_choices(question, choices)
     return Example(prompt, letter, metadata={"choices": choices})
 
 
 def _find_letter(answer: object, choices: list[str]) -> str:
+    """Find the letter of the choice that an answer names by its number or letter. Raises
+    BadValue."""
     letters = string.ascii_uppercase[: len(choices)]
+    # CSV has numbers as text.
     if isinstance(answer, str) and answer.isdigit():
         answer = int(answer)
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
@@ -58,18 +63,6 @@ def _find_letter(answer: object, choices: list[str]) -> str:
     if isinstance(answer, str) and len(answer) == 1 and answer.upper() in letters:
         return answer.upper()
     raise BadValue(f"column 'answer' is {answer!r}, which is neither a choice's number nor letter")
-
-
-def _has_list(column: str, values: Values) -> bool:
-    return isinstance(values.get(column), list)
-
-
-def _has_choices(values: Values) -> bool:
-    return _has_list("choices", values)
-
-
-def _has_options(values: Values) -> bool:
-    return _has_list("options", values)
 
 
 LAYOUTS = (
@@ -85,7 +78,7 @@ LAYOUTS = (
         name="mmlu",
         title="MMLU",
         columns=("question", "choices", "answer"),
-        fits=_has_choices,
+        types={"choices": list},
         read=read_mmlu,
         summary="prompt from question and choices, answer is a letter",
         rewards=CHOICE,
@@ -94,7 +87,7 @@ LAYOUTS = (
         name="mmlu-pro",
         title="MMLU-Pro",
         columns=("question", "options", "answer"),
-        fits=_has_options,
+        types={"options": list},
         read=read_mmlu,
         summary="prompt from question and options, answer is a letter",
         rewards=CHOICE,

@@ -1,9 +1,10 @@
 """Programming tasks with tests, in the forms that the reward `code` reads."""
 
-import json
 from typing import Any
 
+from tuneloop.core.json_types import JsonObject
 from tuneloop.data import BadValue, Example
+from tuneloop.data.columns import MISSING, get_path
 from tuneloop.data.layouts import Layout, Values
 from tuneloop.data.layouts._parts import (
     fence_program,
@@ -14,6 +15,7 @@ from tuneloop.data.layouts._parts import (
 from tuneloop.data.readers.strict_json import parse_json
 
 CODE = {"code": 1.0}
+"""The reward of these layouts, and its weight."""
 
 
 def read_humaneval(values: Values) -> Example:
@@ -30,6 +32,7 @@ def read_humaneval(values: Values) -> Example:
 
 def read_mbpp(values: Values) -> Example:
     """Read MBPP: the prompt shows the tests, which alone name the function, as its authors do."""
+    # The sanitized version of the data set calls it otherwise.
     column = "text" if values.get("text") else "prompt"
     tests = parse_list(values.get("test_list"), "test_list")
     if not tests or not all(isinstance(test, str) for test in tests):
@@ -38,9 +41,10 @@ def read_mbpp(values: Values) -> Example:
     prompt = f"{get_text_of(values, column)}\nYour code should pass these tests:\n\n{listed}\n"
     program = get_text_of(values, "code")
     setup = get_optional_text(values, "test_setup_code")
-    imports = values.get("test_imports") or []
-    prelude = "\n".join([*imports, *([setup] if setup.strip() else [])])
-    metadata: dict[str, Any] = {"tests": tests}
+    prelude = "\n".join(values.get("test_imports") or [])
+    if setup.strip():
+        prelude = f"{prelude}\n{setup}" if prelude else setup
+    metadata: JsonObject = {"tests": tests}
     if prelude:
         metadata["prelude"] = prelude
         program = f"{prelude}\n\n{program}"
@@ -59,8 +63,9 @@ def read_apps(values: Values) -> Example:
         raise BadValue("column 'input_output' has no inputs and outputs")
     if len(inputs) != len(outputs):
         raise BadValue(f"has {len(inputs)} inputs and {len(outputs)} outputs")
-    tests = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs)]
-    metadata: dict[str, Any] = {"stdin_tests": tests}
+    tests = [{"input": text, "output": expected} for text, expected in zip(inputs, outputs)]
+    metadata: JsonObject = {"stdin_tests": tests}
+    # With a name, inputs are the arguments of a function, and else what a program reads.
     if cases.get("fn_name"):
         metadata["fn_name"] = cases["fn_name"]
     solutions = values.get("solutions")
@@ -72,7 +77,7 @@ def read_apps(values: Values) -> Example:
 def read_livecodebench(values: Values) -> Example:
     """Read LiveCodeBench: its public tests, and the private ones where they are JSON. It packs these
     as a pickle, which would run code of its author's here, and is not opened."""
-    tests: list[dict[str, Any]] = []
+    tests: list[JsonObject] = []
     for column in ("public_test_cases", "private_test_cases"):
         text = values.get(column)
         if isinstance(text, str) and not text.lstrip().startswith("["):
@@ -80,28 +85,28 @@ def read_livecodebench(values: Values) -> Example:
         tests += parse_list(text, column) if text else []
     if not tests or not all(isinstance(test, dict) for test in tests):
         raise BadValue("column 'public_test_cases' has no tests")
-    metadata: dict[str, Any] = {}
-    about = values.get("metadata")
-    about = parse_json(about) if isinstance(about, str) and about.strip() else about or {}
-    name = about.get("func_name") if isinstance(about, dict) else None
-    if name:
+    metadata: JsonObject = {}
+    has_metadata = bool(str(values.get("metadata") or "").strip())
+    name = get_path(values, "metadata.func_name") if has_metadata else None
+    if name and name is not MISSING:
         metadata["fn_name"] = name
-    metadata["stdin_tests"] = [_convert_case(test, is_call=bool(name)) for test in tests]
+    is_call = "fn_name" in metadata
+    metadata["stdin_tests"] = [_convert_case(test, is_call) for test in tests]
     question = get_text_of(values, "question_content")
     prompt = _ask(question, get_optional_text(values, "starter_code"))
     return _make_task(prompt, None, metadata)
 
 
-def _convert_case(test: dict[str, Any], is_call: bool) -> dict[str, Any]:
+def _convert_case(test: JsonObject, is_call: bool) -> JsonObject:
     """Return a test of LiveCodeBench: of a function, its arguments are JSON values, one a line."""
-    given = test.get("input")
-    wanted = test.get("output")
-    if not isinstance(given, str) or not isinstance(wanted, str):
+    text = test.get("input")
+    expected = test.get("output")
+    if not isinstance(text, str) or not isinstance(expected, str):
         raise BadValue("has a test without the text of its input and output")
     if not is_call:
-        return {"input": given, "output": wanted}
-    arguments = [parse_json(line) for line in given.splitlines() if line.strip()]
-    return {"input": arguments, "output": parse_json(wanted)}
+        return {"input": text, "output": expected}
+    arguments = [parse_json(line) for line in text.splitlines() if line.strip()]
+    return {"input": arguments, "output": parse_json(expected)}
 
 
 def _ask(question: str, starter: str) -> str:
@@ -111,8 +116,9 @@ def _ask(question: str, starter: str) -> str:
     return f"{question}\n\nUse this starter code:\n{fence_program(starter)}"
 
 
-def _make_task(prompt: str, program: Any, metadata: dict[str, Any]) -> Example:
-    json.dumps(metadata)
+def _make_task(prompt: str, program: Any, metadata: JsonObject) -> Example:
+    """Make an example of a task; `program` is a solution of its author's, None where there is none.
+    Raises BadValue: it is no text."""
     if program is None:
         return Example(prompt, None, metadata=metadata)
     if not isinstance(program, str) or not program.strip():

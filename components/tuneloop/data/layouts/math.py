@@ -1,24 +1,23 @@
 """Problems with answers that are numbers or formulas."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
+from tuneloop.core.json_types import JsonObject
 from tuneloop.data import BadValue, Example
+from tuneloop.data.columns import get_path, read_answer, read_prompt
 from tuneloop.data.layouts import Layout, Values
 from tuneloop.data.layouts._parts import (
     find_boxed,
     get_answer,
     get_optional_text,
-    get_path,
-    get_prompt,
     get_text_of,
     get_value,
     parse_list,
-    read_answer,
 )
 
 NUMERIC = {"numeric": 1.0}
+TRUTH = "reward_model.ground_truth"
 NO_ANSWERS = ("proof", "not found", "notfound", "none", "n/a")
 """What OpenR1-Math and NuminaMath write for problems that have no answer to compare with."""
 
@@ -27,6 +26,7 @@ def read_gsm8k(values: Values) -> Example:
     """Read GSM8K: the answer follows ``####`` at the end of the worked solution."""
     solution = get_text_of(values, "answer")
     _, mark, answer = solution.rpartition("####")
+    # GSM8K ends every solution so; without the mark a row is of another data set.
     if not mark or not answer.strip():
         raise BadValue("column 'answer' has no answer after ####")
     return Example(get_text_of(values, "question"), answer.strip(), solution)
@@ -41,11 +41,14 @@ def read_solved(values: Values) -> Example:
         answer = get_answer(values, "answer")
     if answer is not None and answer.strip().lower() in NO_ANSWERS:
         answer = None
-    problem = get_text_of(values, "problem")
-    if answer is None:
-        return Example(problem, None, demonstration=solution)
-    is_boxed = find_boxed(solution) is not None
-    return Example(problem, answer, solution if is_boxed else None, demonstration=solution)
+    # A solution without a box earns no marks from the reward, though people can read its answer.
+    has_proof = answer is not None and find_boxed(solution) is not None
+    return Example(
+        get_text_of(values, "problem"),
+        answer,
+        solution=solution if has_proof else None,
+        demonstration=solution,
+    )
 
 
 def read_openr1(values: Values) -> Example:
@@ -58,23 +61,24 @@ def read_openr1(values: Values) -> Example:
         raise BadValue("column 'generations' must hold texts")
     if not isinstance(verdicts, list) or not all(v in (True, False, None) for v in verdicts):
         raise BadValue("column 'correctness_math_verify' must hold true and false")
-    verified = [text for text, is_right in zip(generations, verdicts) if is_right is True]
-    demonstration = verified[0] if verified else example.demonstration
-    return Example(example.prompt, example.answer, None, demonstration)
+    verified = (text for text, is_right in zip(generations, verdicts) if is_right is True)
+    demonstration = next(verified, example.demonstration)
+    return replace(example, solution=None, demonstration=demonstration)
 
 
 def read_verl(values: Values) -> Example:
     """Read the layout of verl: a chat prompt, and the ground truth in a struct. A ground truth that
     is a JSON list (Skywork-OR1) has the answer as its first entry."""
-    truth: Any = get_path(values, "reward_model.ground_truth")
+    truth = get_path(values, TRUTH)
     if isinstance(truth, str) and truth.startswith("["):
-        entries = parse_list(truth, "reward_model.ground_truth")
+        entries = parse_list(truth, TRUTH)
         if len(entries) != 1:
-            raise BadValue("column 'reward_model.ground_truth' must hold one answer")
+            raise BadValue(f"column {TRUTH!r} must hold one answer")
         truth = entries[0]
-    answer = read_answer(truth, "reward_model.ground_truth")
-    prompt = get_prompt(values, "prompt")
-    return Example(prompt, answer, metadata={"data_source": values.get("data_source")})
+    answer = read_answer(truth, TRUTH)
+    # What verl chooses a reward by, for a user's own reward.
+    metadata = {"data_source": values.get("data_source")}
+    return Example(read_prompt(values, "prompt"), answer, metadata=metadata)
 
 
 def read_countdown(values: Values) -> Example:
@@ -84,45 +88,37 @@ def read_countdown(values: Values) -> Example:
     target = get_answer(values, "target")
     if not re.fullmatch(r"-?[0-9]+", target):
         raise BadValue("column 'target' must hold a whole number")
+    # A boolean is an integer in Python.
     if not numbers or not all(type(number) is int for number in numbers):
         raise BadValue("column 'nums' must hold whole numbers")
     listed = ", ".join(map(str, numbers))
     prompt = (
-        f"Using the numbers {listed}, create an expression that equals {target}. Use +, -, * and /, "
-        "and each number exactly once. Answer with the expression alone."
+        f"Using the numbers {listed}, create an expression that equals {target}. Use +, -, * "
+        "and /, and each number exactly once. Answer with the expression alone."
     )
-    entry: Mapping[str, Any] = {
-        "question": prompt,
-        "metadata": {"numbers": numbers, "target": int(target)},
-    }
-    task = {"task": "countdown", "config": {}, "entry": entry}
-    return Example(prompt, None, metadata={"reasoning_gym": task})
+    entry = {"question": prompt, "metadata": {"numbers": numbers, "target": int(target)}}
+    return _make_task("countdown", entry, None)
 
 
 def read_reasoning_gym(values: Values) -> Example:
     """Read rows that reasoning_gym wrote: their verifier needs the task's name and the entry."""
-    question = get_text_of(values, "question")
-    metadata = get_value(values, "metadata")
-    entry = {"question": question, "answer": values.get("answer"), "metadata": metadata}
-    task = {"task": get_text_of(values, "metadata.source_dataset"), "config": {}, "entry": entry}
-    answer = get_answer(values, "answer")
-    return Example(question, answer, metadata={"reasoning_gym": task})
+    entry = {
+        "question": get_text_of(values, "question"),
+        "answer": values.get("answer"),
+        "metadata": get_value(values, "metadata"),
+    }
+    task = get_text_of(values, "metadata.source_dataset")
+    return _make_task(task, entry, get_answer(values, "answer"))
+
+
+def _make_task(task: str, entry: JsonObject, answer: str | None) -> Example:
+    """Make an example of an entry of reasoning_gym, which the verifier of `task` reads whole."""
+    metadata = {"reasoning_gym": {"task": task, "config": {}, "entry": entry}}
+    return Example(entry["question"], answer, metadata=metadata)
 
 
 def _is_gsm8k(values: Values) -> bool:
     return "####" in get_optional_text(values, "answer")
-
-
-def _has_messages(values: Values) -> bool:
-    return isinstance(values.get("prompt"), list)
-
-
-def _is_list_of_numbers(values: Values) -> bool:
-    return isinstance(values.get("nums"), list | str)
-
-
-def _has_metadata(values: Values) -> bool:
-    return isinstance(values.get("metadata"), dict)
 
 
 LAYOUTS = (
@@ -163,7 +159,7 @@ LAYOUTS = (
         name="verl",
         title="DAPO-Math or Skywork-OR1 (verl)",
         columns=("prompt", "reward_model.ground_truth"),
-        fits=_has_messages,
+        types={"prompt": list},
         read=read_verl,
         summary="prompt from prompt, answer from reward_model.ground_truth",
         rewards=NUMERIC,
@@ -172,7 +168,7 @@ LAYOUTS = (
         name="countdown",
         title="Countdown",
         columns=("nums", "target"),
-        fits=_is_list_of_numbers,
+        types={"nums": list | str},
         read=read_countdown,
         summary="prompt from nums and target, judged by reasoning_gym",
         rewards={"reasoning_gym": 1.0},
@@ -181,7 +177,7 @@ LAYOUTS = (
         name="reasoning-gym",
         title="reasoning-gym",
         columns=("question", "answer", "metadata.source_dataset"),
-        fits=_has_metadata,
+        types={"metadata": dict},
         read=read_reasoning_gym,
         summary="prompt from question, answer from answer, judged by the task's own verifier",
         rewards={"reasoning_gym": 1.0},

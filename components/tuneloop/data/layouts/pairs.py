@@ -1,69 +1,51 @@
 """Pairs of a better and a worse completion, and completions that are good or bad."""
 
+from dataclasses import replace
+
 from tuneloop.data import BadValue, Example
+from tuneloop.data.columns import add_system, as_messages, read_completion, read_prompt
 from tuneloop.data.layouts import Layout, Values
-from tuneloop.data.layouts._parts import (
-    get_completion,
-    get_optional_text,
-    get_prompt,
-    is_messages,
-    read_pair,
-    read_sides,
-)
+from tuneloop.data.layouts._parts import get_optional_text, is_messages, read_pair, read_sides
 from tuneloop.data.messages import parse_tools, parse_transcript
 
 
 def read_preference(values: Values) -> Example:
     """Read TRL's form with a prompt of its own; sides that have the prompt once more
     (UltraFeedback) are taken apart."""
-    prompt, chosen, rejected = read_sides(values, "prompt", "chosen", "rejected")
-    return _make_pair(prompt, chosen, rejected, values)
-
-
-def read_implicit(values: Values) -> Example:
-    """Read TRL's form without a prompt: the sides are conversations that begin alike."""
-    prompt, chosen, rejected = read_pair(values)
-    return _make_pair(prompt, chosen, rejected, values)
+    return read_sides(values, "prompt")
 
 
 def read_hh(values: Values) -> Example:
     """Read Anthropic's HH: the sides are transcripts that begin alike."""
-    sides = {
-        column: parse_transcript(get_optional_text(values, column))
-        for column in ("chosen", "rejected")
-    }
-    prompt, chosen, rejected = read_pair(sides)
-    return _make_pair(prompt, chosen, rejected, {})
+    columns = ("chosen", "rejected")
+    return read_pair(
+        {column: parse_transcript(get_optional_text(values, column)) for column in columns}
+    )
 
 
 def read_orca_pairs(values: Values) -> Example:
     """Read Orca's pairs: system, question, chosen, rejected."""
-    prompt, chosen, rejected = read_sides(values, "question", "chosen", "rejected")
+    example = read_sides(values, "question")
     system = get_optional_text(values, "system")
-    if system.strip() and isinstance(prompt, str):
-        prompt = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-    return _make_pair(prompt, chosen, rejected, values)
+    # A prompt of messages has its own system message.
+    if not system.strip() or not isinstance(example.prompt, str):
+        return example
+    return replace(example, prompt=add_system(as_messages(example.prompt), system))
 
 
 def read_unpaired(values: Values) -> Example:
     """Read TRL's unpaired form (KTO): a completion and whether it is good. A good one is a
     demonstration; a bad one has a use only in a pair, with a good one of the same prompt."""
+    # Rows behind the first ones, by which the layout was recognised, may hold something else.
     label = values.get("label")
     if not isinstance(label, bool):
         raise BadValue("column 'label' must hold true or false")
-    prompt = get_prompt(values, "prompt")
-    completion = get_completion(values, "completion")
+    prompt = read_prompt(values, "prompt")
+    completion = read_completion(values, "completion")
     tools = parse_tools(values.get("tools"))
     if not label:
         return Example(prompt, None, rejected=completion, tools=tools)
     return Example(prompt, None, demonstration=completion, tools=tools)
-
-
-def _make_pair(prompt: str | list, chosen: str, rejected: str, values: Values) -> Example:  # type: ignore[type-arg]
-    if chosen == rejected:
-        raise BadValue("chosen and rejected are equal: there is nothing to prefer")
-    tools = parse_tools(values.get("tools"))
-    return Example(prompt, None, demonstration=chosen, rejected=rejected, tools=tools)
 
 
 def _is_transcript(values: Values) -> bool:
@@ -72,10 +54,6 @@ def _is_transcript(values: Values) -> bool:
 
 def _is_conversation_pair(values: Values) -> bool:
     return is_messages(values.get("chosen")) and is_messages(values.get("rejected"))
-
-
-def _is_labelled(values: Values) -> bool:
-    return isinstance(values.get("label"), bool)
 
 
 LAYOUTS = (
@@ -99,7 +77,7 @@ LAYOUTS = (
         title="pairs of conversations (TRL)",
         columns=("chosen", "rejected"),
         fits=_is_conversation_pair,
-        read=read_implicit,
+        read=read_pair,
         summary="prompt from what chosen and rejected share",
     ),
     Layout(
@@ -121,7 +99,7 @@ LAYOUTS = (
         name="unpaired-preference",
         title="good and bad completions (TRL, KTO)",
         columns=("prompt", "completion", "label"),
-        fits=_is_labelled,
+        types={"label": bool},
         read=read_unpaired,
         summary="prompt from prompt, pairs of a good and a bad completion of one prompt",
     ),

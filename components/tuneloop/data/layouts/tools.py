@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tuneloop.core.json_types import JsonObject
 from tuneloop.data import BadValue, Example
-from tuneloop.data.columns import get_path
+from tuneloop.data.columns import as_messages
 from tuneloop.data.layouts import Layout, Values
 from tuneloop.data.layouts._parts import get_text_of, get_value, parse_list
 from tuneloop.data.messages import parse_calls, parse_messages, parse_tools
@@ -37,20 +38,19 @@ JSON_TYPES = {
 
 def read_xlam(values: Values) -> Example:
     """Read xLAM: a query, tools and the calls that answer it, all of them JSON text."""
-    query = get_text_of(values, "query")
-    tools = [_convert_xlam_tool(tool) for tool in parse_list(values.get("tools"), "tools")]
+    prompt = as_messages(get_text_of(values, "query"))
+    written_tools = parse_list(values.get("tools"), "tools")
+    tools = parse_tools([_convert_xlam_tool(tool) for tool in written_tools])
     calls = parse_calls(parse_list(values.get("answers"), "answers"))
     if not calls:
         raise BadValue("column 'answers' has no call")
-    answer = json.dumps([call["function"] for call in calls], ensure_ascii=False)
-    prompt = [{"role": "user", "content": query}]
-    reply = {"role": "assistant", "content": "", "tool_calls": calls}
-    parsed_tools = parse_tools(tools)
+    reply: JsonObject = {"role": "assistant", "content": "", "tool_calls": calls}
+    # RL learns from the answer, and SFT from the conversation, which the template renders.
     return Example(
         prompt,
-        answer,
-        metadata={"tools": parsed_tools},
-        tools=parsed_tools,
+        json.dumps([call["function"] for call in calls], ensure_ascii=False),
+        metadata={"tools": tools},
+        tools=tools,
         conversation=[*prompt, reply],
     )
 
@@ -59,24 +59,27 @@ def read_bfcl(values: Values) -> Example:
     """Read BFCL: turns of messages, functions, and from the file of possible answers the calls with
     the values that each argument may have."""
     turns = get_value(values, "question")
+    # Later turns depend on what the tools say to the first one's calls.
     if not isinstance(turns, list) or len(turns) != 1:
         raise BadValue("has not one turn; only tasks of one turn have one answer")
     functions = parse_list(get_value(values, "function"), "function")
     tools = parse_tools([_convert_types(function) for function in functions])
     truth = values.get("ground_truth")
+    # Tasks without tools that fit have no answers: any call is wrong.
     answer = None if truth is None else json.dumps(_check_truth(truth), ensure_ascii=False)
-    prompt = parse_messages(turns[0])
-    return Example(prompt, answer, metadata={"tools": tools}, tools=tools)
+    return Example(parse_messages(turns[0]), answer, metadata={"tools": tools}, tools=tools)
 
 
-def _check_truth(truth: Any) -> list[dict[str, Any]]:
+def _check_truth(truth: Any) -> list[JsonObject]:
+    """Return the calls of a task. Raises BadValue: each must be a function's name with the values
+    that its arguments may have."""
     is_list = isinstance(truth, list) and bool(truth)
     if not is_list or not all(isinstance(call, dict) and len(call) == 1 for call in truth):
         raise BadValue("column 'ground_truth' must hold calls: {name: {argument: [values]}}")
     return list(truth)
 
 
-def _convert_xlam_tool(tool: Any) -> dict[str, Any]:
+def _convert_xlam_tool(tool: Any) -> JsonObject:
     """Return an xLAM tool in OpenAI's form: its parameters are described without a schema around."""
     if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
         raise BadValue("column 'tools' has a tool without a name")
@@ -85,16 +88,17 @@ def _convert_xlam_tool(tool: Any) -> dict[str, Any]:
         raise BadValue("column 'tools' has a tool whose parameters are no object")
     if "properties" in parameters:
         return dict(tool)
-    properties: dict[str, Any] = {}
+    properties: JsonObject = {}
     required: list[str] = []
     for name, description in parameters.items():
         if not isinstance(description, Mapping):
             raise BadValue("column 'tools' has a tool whose parameters are not described")
         # xLAM writes "str, optional" for parameters that may be left out.
-        written_type, _, optional = str(description.get("type", "string")).partition(",")
+        written_type, _, qualifier = str(description.get("type", "string")).partition(",")
+        # Of `List[int]` only the list is said: JSON Schema has the items' type elsewhere.
         base = written_type.split("[")[0].strip()
-        properties[name] = {**description, "type": JSON_TYPES.get(base, base)}
-        if "optional" not in optional and "default" not in description:
+        properties[name] = dict(description) | {"type": JSON_TYPES.get(base, base)}
+        if "optional" not in qualifier and "default" not in description:
             required.append(name)
     schema = {"type": "object", "properties": properties, "required": required}
     return {"name": tool["name"], "description": tool.get("description", ""), "parameters": schema}
@@ -106,7 +110,7 @@ def _convert_types(value: Any) -> Any:
         return [_convert_types(part) for part in value]
     if not isinstance(value, dict):
         return value
-    converted: dict[str, Any] = {}
+    converted: JsonObject = {}
     for name, part in value.items():
         if name == "type" and isinstance(part, str):
             if part != "any":
@@ -114,11 +118,6 @@ def _convert_types(value: Any) -> Any:
         else:
             converted[name] = _convert_types(part)
     return converted
-
-
-def _is_bfcl(values: Values) -> bool:
-    first = get_path(values, "question.0.0.role")
-    return isinstance(first, str)
 
 
 LAYOUTS = (
@@ -134,7 +133,7 @@ LAYOUTS = (
         name="bfcl",
         title="BFCL",
         columns=("id", "question", "function"),
-        fits=_is_bfcl,
+        types={"question.0.0.role": str},
         read=read_bfcl,
         summary="prompt from question, tools from function, answer from possible_answer",
         rewards=TOOL_CALLS,

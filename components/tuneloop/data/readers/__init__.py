@@ -6,12 +6,11 @@ is not used for text files: its JSON reader infers one schema for all rows, so t
 row has not come back as null, mixed types fail, and of two equal keys the last wins; its CSV reader
 makes 7 of "007" and null of "NA". Neither knows the line that a row stands on."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.data import BadRow
-from tuneloop.formats.token_files import Places
+from tuneloop.formats.sequences import LazySequence
 
 
 @dataclass(frozen=True)
@@ -23,9 +22,11 @@ class Row:
             field for all rows if one row has it.
     """
 
-    values: Mapping[str, Any]
+    values: JsonMapping
     name: str
     nulls: int = 0
 
 
-Rows = Places[Row | BadRow]
+ReadRow = Row | BadRow
+"""What a reader makes of a row of a file."""
+Rows = LazySequence[ReadRow]

@@ -3,32 +3,31 @@
 Nested columns have a field for all rows if one row has it. Fields that are null there are left out,
 as the row's author never wrote them; `Row.nulls` counts them."""
 
-import bisect
 import datetime
 import decimal
-import itertools
 import tempfile
-from array import array
-from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tuneloop.core.errors import UserError
-from tuneloop.data import BadRow
-from tuneloop.data.readers import Row, Rows
-from tuneloop.formats.token_files import Places
+from tuneloop.core.json_types import JsonMapping
+from tuneloop.data.readers import ReadRow, Row, Rows
+from tuneloop.formats.sequences import LazySequence, chain_sequences
 
 UNPACKED = 1024
 """Rows of Parquet that are unpacked at once."""
+READ_BYTES = 1 << 20
+"""Bytes of a packed file that are read at once."""
 
 
 def read_parquet(file: BinaryIO, path: str) -> Rows:
     """Read Parquet rows, unpacked once into a temporary file (``TMPDIR``) that is mapped into
     memory. Raises UserError: it cannot be read."""
     try:
-        packed = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
+        # Column chunks of a large file have gigabytes: they are read in pieces, and not ahead.
+        packed = pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False)
         with tempfile.NamedTemporaryFile() as unpacked:
             with pa.ipc.new_file(unpacked, packed.schema_arrow) as out:
                 for batch in packed.iter_batches(UNPACKED):
@@ -45,6 +44,7 @@ def read_parquet(file: BinaryIO, path: str) -> Rows:
 def read_arrow(file: BinaryIO, path: str) -> Rows:
     """Read an Arrow file, of the file format (Feather) or of the stream format (`datasets`). Raises
     UserError: it cannot be read."""
+    # What was copied to a temporary file has a number in place of a name.
     source = pa.memory_map(file.name) if isinstance(file.name, str) else pa.PythonFile(file)
     try:
         try:
@@ -57,26 +57,24 @@ def read_arrow(file: BinaryIO, path: str) -> Rows:
     return _index_batches(table.to_batches(), path)
 
 
-def make_row(values: Mapping[str, Any], name: str) -> Row | BadRow:
-    """Make a row of the values of a table."""
+def make_row(values: JsonMapping, name: str) -> ReadRow:
+    """Make a row of the values of a table. Columns of bytes, such as images, are left out: JSON has
+    no bytes, and no prompt is made of them."""
     nulls = sum(_count_nulls(value) for value in values.values())
-    converted = {column: _convert(value) for column, value in values.items()}
-    if any(isinstance(value, bytes) for value in converted.values()):
-        columns = [column for column, value in converted.items() if isinstance(value, bytes)]
-        converted = {column: value for column, value in converted.items() if column not in columns}
+    converted = {
+        column: _convert(value) for column, value in values.items() if not isinstance(value, bytes)
+    }
     return Row(converted, name, nulls)
 
 
 def _index_batches(batches: list[pa.RecordBatch], path: str) -> Rows:
-    ends = array("q", itertools.accumulate(batch.num_rows for batch in batches))
+    tables = chain_sequences([LazySequence(len(batch), batch.slice) for batch in batches])
 
-    def read(place: int) -> Row | BadRow:
-        number = bisect.bisect_right(ends, place)
-        start = ends[number - 1] if number else 0
-        (values,) = batches[number].slice(place - start, 1).to_pylist()
-        return make_row(values, f"{path} row {place + 1}")
+    def read(index: int) -> ReadRow:
+        (values,) = tables[index].slice(0, 1).to_pylist()
+        return make_row(values, f"{path} row {index + 1}")
 
-    return Places(ends[-1] if len(ends) else 0, read)
+    return LazySequence(len(tables), read)
 
 
 def _count_nulls(value: Any) -> int:

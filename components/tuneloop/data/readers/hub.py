@@ -7,12 +7,19 @@ from typing import Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.hub import explain_failures, split_hub_address
-from tuneloop.data import BadRow
-from tuneloop.data.readers import Row, Rows
+from tuneloop.core.json_types import JsonObject
+from tuneloop.data.readers import ReadRow, Rows
 from tuneloop.data.readers.arrow_files import make_row
-from tuneloop.formats.token_files import Places
+from tuneloop.formats.sequences import LazySequence
 
 MARKERS = ("dataset_info.json", "dataset_dict.json")
+"""Files that ``save_to_disk`` writes beside the rows."""
+NUMBER = "__tuneloop_row__"
+"""The column that carries the number of a row, from 1, through a shuffled stream."""
+FIRST = 20
+"""Rows of a stream that are shown in their own order."""
+BUFFER = 10_000
+"""Rows among which a stream is shuffled."""
 
 
 def is_saved(path: str) -> bool:
@@ -26,40 +33,39 @@ def load_split(path: str, name: str | None, revision: str | None, split: str) ->
     loaded = _load(path, name, revision, split, streaming=False)
     title = f"{path}[{split}]"
 
-    def read(place: int) -> Row | BadRow:
-        return make_row(loaded[place], f"{title} row {place + 1}")
+    def read(index: int) -> ReadRow:
+        return make_row(loaded[index], f"{title} row {index + 1}")
 
-    return Places(len(loaded), read)
+    return LazySequence(len(loaded), read)
 
 
 def stream_split(
     path: str, name: str | None, revision: str | None, split: str, seed: int | None
-) -> tuple[list[Row | BadRow], Iterator[Row | BadRow]]:
+) -> tuple[list[ReadRow], Iterator[ReadRow]]:
     """Read one split from the hub without keeping it, in the order of a buffer of 10,000 rows that
     `seed` shuffles (None: as it is). Return its first rows, in their own order, and all rows."""
     loaded = _load(path, name, revision, split, streaming=True)
     title = f"{path}[{split}]"
+    # Numbered before they are shuffled: a row is named by where it stands in the data set.
     numbered = loaded.map(_number, with_indices=True)
-    first = [_name(values, title) for values in itertools.islice(numbered, 20)]
+    first = [_name(values, title) for values in itertools.islice(numbered, FIRST)]
     if seed is not None:
-        numbered = numbered.shuffle(seed=seed, buffer_size=10_000)
+        numbered = numbered.shuffle(seed=seed, buffer_size=BUFFER)
     return first, (_name(values, title) for values in numbered)
 
 
-NUMBER = "__tuneloop_row__"
-
-
-def _number(values: dict[str, Any], index: int) -> dict[str, Any]:
+def _number(values: JsonObject, index: int) -> JsonObject:
     return values | {NUMBER: index + 1}
 
 
-def _name(values: dict[str, Any], title: str) -> Row | BadRow:
+def _name(values: JsonObject, title: str) -> ReadRow:
     values = dict(values)
     number = values.pop(NUMBER)
     return make_row(values, f"{title} row {number}")
 
 
 def _load(path: str, name: str | None, revision: str | None, split: str, *, streaming: bool) -> Any:
+    """Load a split by `datasets`: its ``Dataset``, or its ``IterableDataset`` where it streams."""
     try:
         import datasets
     except ImportError as error:
@@ -72,10 +78,10 @@ def _load(path: str, name: str | None, revision: str | None, split: str, *, stre
                 address, name, revision=revision, split=split, streaming=streaming
             )
         saved = datasets.load_from_disk(address)
+    # Several splits that were saved together are a mapping of them.
     if isinstance(saved, datasets.Dataset):
         return saved
     if split not in saved:
-        known = ", ".join(saved)
-        remedy = f"no such split in {path}; it has: {known}"
+        remedy = f"no such split in {path}; it has: {', '.join(saved)}"
         raise UserError("source_args.split", split, remedy)
     return saved[split]

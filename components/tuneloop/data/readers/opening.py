@@ -1,13 +1,10 @@
 """From what a user writes to rows: a file, several, a glob, a folder, or a data set of the hub."""
 
-import bisect
 import glob
-import itertools
 import os
 import re
 import shutil
 import tempfile
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -18,12 +15,10 @@ import xxhash
 from tuneloop.core.errors import UserError
 from tuneloop.core.hub import is_hub_name
 from tuneloop.core.store import Store, local_path
-from tuneloop.data import BadRow
-from tuneloop.data.readers import Row, Rows, hub
+from tuneloop.data.readers import Rows, hub
 from tuneloop.data.readers.arrow_files import read_arrow, read_parquet
 from tuneloop.data.readers.csv_files import read_csv
 from tuneloop.data.readers.json_files import read_json
-from tuneloop.formats.token_files import Places
 
 READERS: dict[str, Callable[[BinaryIO, str], Rows]] = {
     ".jsonl": read_json,
@@ -35,15 +30,20 @@ READERS: dict[str, Callable[[BinaryIO, str], Rows]] = {
     ".arrow": read_arrow,
     ".feather": read_arrow,
 }
+"""Suffix of a file → what reads it."""
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+"""Suffix of a compressed file → pyarrow's name of its compression."""
 SUFFIXES = ", ".join(READERS)
 HELD_OUT = re.compile(r"(^|[^a-z])(test|eval|evaluation|valid|validation|val|dev)([^a-z]|$)")
 TRAINED = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
+BLOCK = 1 << 22
+"""Bytes that are digested or copied at once."""
 
 
 def is_place(source: str) -> bool:
     """Return whether a text may name a file, a glob, a folder or a data set of the hub: it exists,
     has a folder or a known suffix in it, or is an address."""
+    # Not only what exists: pods may have files that are not here.
     return bool(
         "/" in source or _find_suffix(source) or glob.has_magic(source) or os.path.exists(source)
     )
@@ -55,11 +55,10 @@ def open_files(
     """Open the rows at one or several places, by file; files without rows are left out. Raises
     UserError: there is no such file, it cannot be read, or none has a row."""
     rows_by_file: dict[str, Rows] = {}
-    for place in [path] if isinstance(path, str) else path:
-        if is_on_hub(place) or hub.is_saved(place):
-            rows_by_file[place] = hub.load_split(place, name, revision, split)
-            continue
-        for file in list_files(place, split):
+    for file in list_all_files([path] if isinstance(path, str) else path, split):
+        if _is_for_datasets(file):
+            rows_by_file[file] = hub.load_split(file, name, revision, split)
+        else:
             rows_by_file[file] = read_file(file)
     filled = {file: rows for file, rows in rows_by_file.items() if len(rows)}
     if not filled:
@@ -68,28 +67,33 @@ def open_files(
     return filled
 
 
-def is_on_hub(place: str) -> bool:
+def is_on_hub(address: str) -> bool:
     """Return whether a text names a data set on the hub, and no file here."""
-    if place.startswith("hf://"):
+    if address.startswith("hf://"):
         return True
     # A name without an owner is one of a source or of a file here.
-    is_name = "/" in place and is_hub_name(place)
-    return is_name and not os.path.exists(place) and not _find_suffix(place)
+    is_name = "/" in address and is_hub_name(address)
+    return is_name and not os.path.exists(address) and not _find_suffix(address)
 
 
-def list_files(place: str, split: str) -> list[str]:
+def _is_for_datasets(address: str) -> bool:
+    """Return whether the library `datasets` reads what a text names."""
+    return is_on_hub(address) or hub.is_saved(address)
+
+
+def list_files(pattern: str, split: str) -> list[str]:
     """List the files that a path, a glob, or a folder's `split` names, sorted. Raises UserError."""
-    if local_path(place) is None or not (glob.has_magic(place) or Path(place).is_dir()):
-        return [place]
-    if Path(place).is_dir():
-        found = [str(file) for file in Path(place).rglob("*") if _find_suffix(file.name)]
-        files = _choose_split(sorted(found), place, split)
-        if found and not files:
-            raise UserError("data", place, f"no file of the split {split!r} is there")
+    if local_path(pattern) is None or not (glob.has_magic(pattern) or Path(pattern).is_dir()):
+        return [pattern]
+    if Path(pattern).is_dir():
+        readable = [str(file) for file in Path(pattern).rglob("*") if _find_suffix(file.name)]
+        files = _choose_split(sorted(readable), pattern, split)
+        if readable and not files:
+            raise UserError("data", pattern, f"no file of the split {split!r} is there")
     else:
-        files = sorted(glob.glob(place, recursive=True))
+        files = sorted(glob.glob(pattern, recursive=True))
     if not files:
-        raise UserError("data", place, f"no file there ends in one of {SUFFIXES}")
+        raise UserError("data", pattern, f"no file there ends in one of {SUFFIXES}")
     return files
 
 
@@ -104,60 +108,52 @@ def read_file(path: str) -> Rows:
         remedy = f"must end in one of {SUFFIXES}, perhaps with {', '.join(COMPRESSED)}"
         raise UserError("data", path, remedy)
     compression = COMPRESSED.get(Path(path).suffix.lower())
+    # Readers go back and forth in a file, which neither a stream nor an object can.
     if compression or local_path(path) is None:
         file = _copy(file, path, compression)
     return READERS[suffix](file, path)
 
 
-def join_rows(parts: Sequence[Rows]) -> Rows:
-    """Join rows of several tables, one after another."""
-    ends = array("q", itertools.accumulate(map(len, parts)))
-
-    def read(place: int) -> Row | BadRow:
-        number = bisect.bisect_right(ends, place)
-        row: Row | BadRow = parts[number][place - (ends[number - 1] if number else 0)]
-        return row
-
-    return Places(ends[-1], read)
-
-
-def list_all_files(places: Sequence[str], split: str) -> list[str]:
-    """List the files that several places name; a data set of the hub is its name. Raises
+def list_all_files(addresses: Sequence[str], split: str) -> list[str]:
+    """List the files that several texts name; a data set of `datasets` is what it is called. Raises
     UserError."""
     files: list[str] = []
-    for place in places:
-        if is_on_hub(place) or hub.is_saved(place):
-            files.append(place)
+    for address in addresses:
+        if _is_for_datasets(address):
+            files.append(address)
         else:
-            files += list_files(place, split)
+            files += list_files(address, split)
     return files
 
 
-def digest_files(places: Sequence[tuple[str, str]]) -> str | None:
-    """Digest the bytes of all files of places, each with the split that is read of it. None: a file
-    cannot be read. Of a data set on the hub, which a revision pins, the name is digested."""
+def digest_files(sources: Sequence[tuple[str, str]]) -> str | None:
+    """Digest the bytes of all files of addresses, each with the split that is read of it. None: a
+    file cannot be read. Of a data set on the hub, which a revision pins, the name is digested."""
     state = xxhash.xxh3_128()
-    for place, split in places:
-        if is_on_hub(place):
-            state.update(f"{place}\n".encode())
+    for address, split in sources:
+        if is_on_hub(address):
+            state.update(f"{address}\n".encode())
             continue
-        for path in _list_all(place, split):
-            if (file := _open(path)) is None:
+        for path in _list_bytes(address, split):
+            file = _open(path)
+            if file is None:
                 return None
             with file:
+                # With names and lengths, bytes that moved from one file to another differ.
                 length = file.seek(0, os.SEEK_END)
                 state.update(f"{path}:{length}:".encode())
                 file.seek(0)
-                while block := file.read(1 << 22):
+                while block := file.read(BLOCK):
                     state.update(block)
     return state.hexdigest()
 
 
-def _list_all(place: str, split: str) -> Iterator[str]:
-    if hub.is_saved(place):
-        yield from (str(path) for path in sorted(Path(place).rglob("*")) if path.is_file())
+def _list_bytes(address: str, split: str) -> Iterator[str]:
+    """Yield all files whose bytes decide about rows: of ``save_to_disk`` each that it wrote."""
+    if hub.is_saved(address):
+        yield from (str(path) for path in sorted(Path(address).rglob("*")) if path.is_file())
     else:
-        yield from list_files(place, split)
+        yield from list_files(address, split)
 
 
 def _find_suffix(path: str) -> str | None:
@@ -171,16 +167,16 @@ def _find_suffix(path: str) -> str | None:
 def _choose_split(files: list[str], folder: str, split: str) -> list[str]:
     """Choose the files of a split by their names, as `datasets` does; without such names all are
     for training."""
-    trained = split == "train"
     names = {file: os.path.relpath(file, folder).lower() for file in files}
-    if not trained:
-        word = re.compile(rf"(^|[^a-z]){re.escape(split.lower())}([^a-z]|$)")
-        return [file for file in files if word.search(names[file])]
-    labelled = [file for file in files if TRAINED.search(names[file])]
-    return labelled or [file for file in files if not HELD_OUT.search(names[file])]
+    if split == "train":
+        trained = [file for file in files if TRAINED.search(names[file])]
+        return trained or [file for file in files if not HELD_OUT.search(names[file])]
+    word = re.compile(rf"(^|[^a-z]){re.escape(split.lower())}([^a-z]|$)")
+    return [file for file in files if word.search(names[file])]
 
 
 def _open(path: str) -> BinaryIO | None:
+    """Open a file here or an object of a store; None where there is none."""
     folder, _, name = path.rpartition("/")
     try:
         return Store(folder or ("/" if path.startswith("/") else ".")).open(name)
@@ -195,8 +191,9 @@ def _copy(file: BinaryIO, path: str, compression: str | None) -> BinaryIO:
     copy = tempfile.TemporaryFile()  # noqa: SIM115 - read as long as there are rows to read
     try:
         source = pa.CompressedInputStream(pa.PythonFile(file), compression) if compression else file
-        shutil.copyfileobj(source, copy, 1 << 22)
+        shutil.copyfileobj(source, copy, BLOCK)
     except (pa.ArrowException, OSError) as error:
+        # Without compression it is the store or the disk that fails, which are no user's mistake.
         if compression is None:
             raise
         remedy = f"is not readable as {compression} ({error}); was it copied whole?"

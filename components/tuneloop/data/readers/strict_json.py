@@ -8,9 +8,13 @@ import math
 from typing import Any
 
 from tuneloop.core.errors import shorten_text
+from tuneloop.core.json_types import JsonObject
 from tuneloop.data import BadValue
 
 DEPTH = 64
+"""The deepest nesting. Templates and the libraries around them recurse into values, and no data set
+has a dozen levels."""
+TOO_DEEP = f"is nested deeper than {DEPTH} levels"
 
 
 def parse_json(text: str) -> Any:
@@ -18,35 +22,39 @@ def parse_json(text: str) -> Any:
     try:
         value = _DECODER.decode(text)
     except RecursionError as error:
-        raise BadValue(f"is nested deeper than {DEPTH} levels") from error
+        raise BadValue(TOO_DEEP) from error
     except BadValue:
         raise
     except ValueError as error:
         raise BadValue(f"is not JSON ({shorten_text(str(error))})") from error
     # Both checks walk through the whole value, so they are made only where the text gives a reason.
-    if text.count("[") + text.count("{") > DEPTH and measure_depth(value) > DEPTH:
-        raise BadValue(f"is nested deeper than {DEPTH} levels")
+    if text.count("[") + text.count("{") > DEPTH:
+        check_depth(value)
     if "\\u" in text:
         check_encodable(value)
     return value
 
 
-def measure_depth(value: Any) -> int:
-    """Measure how deep lists and objects are nested in a value; text or a number has depth 0."""
-    depth = 0
+def check_depth(value: Any) -> None:
+    """Check that lists and objects are nested in a value no deeper than `DEPTH`. Raises BadValue:
+    they are."""
     level = [value]
-    while level := [part for part in level if isinstance(part, dict | list)]:
-        depth += 1
-        level = [
-            part
-            for container in level
-            for part in (container.values() if isinstance(container, dict) else container)
-        ]
-    return depth
+    # Level by level: recursion would end in Python's own error before it says anything.
+    for _ in range(DEPTH):
+        inner: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                inner += part.values()
+            elif isinstance(part, list):
+                inner += part
+        level = inner
+    if any(isinstance(part, dict | list) for part in level):
+        raise BadValue(TOO_DEEP)
 
 
 def check_encodable(value: Any) -> None:
-    """Check that all text in a value can be written. Raises BadValue: it has half of a character."""
+    """Check that all text in a value can be written. Raises BadValue: it has half of a
+    character."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -54,13 +62,14 @@ def check_encodable(value: Any) -> None:
         raise BadValue(f"has half of a surrogate pair (\\u{ord(half):04x})") from error
 
 
-def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    built = dict(pairs)
-    if len(built) < len(pairs):
+def _build_object(pairs: list[tuple[str, Any]]) -> JsonObject:
+    values = dict(pairs)
+    # Python keeps the last value of a key, other readers the first: neither is what the row says.
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
         raise BadValue(f"has the key {repeated!r} twice in one object")
-    return built
+    return values
 
 
 def _refuse_constant(name: str) -> Any:
@@ -69,6 +78,7 @@ def _refuse_constant(name: str) -> Any:
 
 def _parse_float(text: str) -> float:
     number = float(text)
+    # `1e999` is JSON, and Python makes infinity of it, which no JSON can be written of.
     if not math.isfinite(number):
         raise BadValue(f"has the number {shorten_text(text, 40)}, which is too large")
     return number
