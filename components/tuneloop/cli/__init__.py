@@ -37,14 +37,15 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich triples the time to help
+    # rich triples the time to help.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-def print_version(asked: bool) -> None:
-    """Print the version."""
-    if asked:
+def print_version(is_requested: bool) -> None:
+    """Print the version and end, where the user asks for it."""
+    if is_requested:
         typer.echo(f"tuneloop {tuneloop.__version__}")
         raise typer.Exit
 
@@ -55,7 +56,9 @@ def handle_global_options(
         False, "--version", is_eager=True, callback=print_version, help="Print the version."
     ),
 ) -> None:
-    """Post-train language models in loops of resumable stages: on this machine, on Argo, on Kubeflow Pipelines."""
+    """Post-train language models in loops of resumable stages: on this machine, on Argo, on Kubeflow
+    Pipelines.
+    """
 
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
@@ -104,10 +107,11 @@ app.add_typer(kfp.app, name="kfp")
 
 
 def main() -> None:
-    """Run the command line; errors are one line, and the exit code says whether they are the user's."""
-    set_threshold(
-        100_000, 50, 50
-    )  # most objects of a command live until it ends, so frequent collection frees little
+    """Run the command line; errors are one line, and the exit code says whether they are the
+    user's.
+    """
+    # Most objects of a command live until it ends, so frequent collection frees little.
+    set_threshold(100_000, 50, 50)
     end_process(run_cli(sys.argv[1:]))
 
 

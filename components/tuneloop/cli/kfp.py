@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,10 @@ from tuneloop.cli.inspect import print_json
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 from tuneloop.kfp import client
-from tuneloop.kube.connection import connect_to_cluster
+from tuneloop.kube.connection import Connection, connect_to_cluster
+
+if TYPE_CHECKING:
+    from tuneloop.ui.describe import Ask
 
 ENDPOINT = Annotated[
     str | None,
@@ -52,10 +55,11 @@ def render_pipeline(
         ),
     ] = False,
 ) -> None:
-    """Print the compiled pipeline as YAML. It can be uploaded in the UI; equal settings give equal bytes."""
-    with client.compiled_package(
-        build_kfp_pipeline(pipeline, config, sets)[0], manifest=manifest
-    ) as package:
+    """Print the compiled pipeline as YAML. It can be uploaded in the UI; equal settings give equal
+    bytes.
+    """
+    compiled, _ = build_kfp_pipeline(pipeline, config, sets)
+    with client.compiled_package(compiled, manifest=manifest) as package:
         print_or_write_text(Path(package).read_text(), output)
 
 
@@ -73,14 +77,18 @@ def submit_run(
         bool, typer.Option("--cache/--no-cache", help="Let KFP skip tasks that have run before.")
     ] = True,
 ) -> None:
-    """Start a run, or resume the one of that name."""
+    """Start a run, or resume the one of that name.
+
+    A run that is resumed has the same store, so that its committed stages end at once. It is not
+    followed: `tuneloop kfp status` shows its tasks, and `tuneloop watch --kfp URL` its progress.
+    """
     from tuneloop.runs.records import check_name
 
     check_name(run, "--run")
-    built, _ = build_kfp_pipeline(pipeline, config, sets)
+    compiled, _ = build_kfp_pipeline(pipeline, config, sets)
     run_id = client.submit_run(
         client.connect_to_kfp(endpoint),
-        built,
+        compiled,
         run=run,
         store=store,
         root=root,
@@ -107,12 +115,24 @@ def schedule_pipeline(
     root: ROOT = None,
     experiment: EXPERIMENT = "tuneloop",
 ) -> None:
-    """Check for new data at given times, and run a pipeline when there is some."""
+    """Check for new data at given times, and run a pipeline when there is some.
+
+    A check makes the prompts again and compares their digest; no run starts while one of this
+    schedule is active.
+    """
     from tuneloop.kfp.schedule import create_schedule
 
-    built, settings = build_kfp_pipeline(pipeline, config, sets)
-    place: Any = {"store": store, "root": root, "experiment": experiment}
-    create_schedule(client.connect_to_kfp(endpoint), built, settings, name=name, cron=cron, **place)
+    compiled, settings = build_kfp_pipeline(pipeline, config, sets)
+    create_schedule(
+        client.connect_to_kfp(endpoint),
+        compiled,
+        settings,
+        name=name,
+        cron=cron,
+        store=store,
+        root=root,
+        experiment=experiment,
+    )
     typer.echo(f"{name}: checks for new data at {cron}; `tuneloop kfp unschedule {name}` ends that")
 
 
@@ -127,22 +147,29 @@ def unschedule_pipeline(name: SCHEDULE, endpoint: ENDPOINT = None) -> None:
 
 @app.command("status")
 def show_status(run: RUN, as_json: JSON = False, endpoint: ENDPOINT = None) -> int:
-    """Show the tasks of a run. Ends with 1 if the run has failed."""
-    found = client.find_run(client.connect_to_kfp(endpoint), run)
-    tasks = client.list_tasks(found)
+    """Show the tasks of a run. Ends with 1 if the run has failed.
+
+    For what it has committed: `tuneloop status RUN --store URL`.
+    """
+    record = client.find_run(client.connect_to_kfp(endpoint), run)
+    tasks = client.list_tasks(record)
     if as_json:
-        told = [
-            {"task": t.name, "phase": t.state, "seconds": t.seconds, "message": t.error}
-            for t in tasks
+        descriptions = [
+            {
+                "task": task.name,
+                "phase": task.state,
+                "seconds": task.seconds,
+                "message": task.error,
+            }
+            for task in tasks
         ]
-        print_json({"run": run, "phase": found.state, "id": found.run_id, "tasks": told})
+        print_json({"run": run, "phase": record.state, "id": record.run_id, "tasks": descriptions})
     else:
-        typer.echo(f"{run}  {found.state}  {found.run_id}")
+        typer.echo(f"{run}  {record.state}  {record.run_id}")
         rows = [(task.name, task.state, f"{task.seconds:.0f}", task.error) for task in tasks]
-        print_table(
-            ("task", "state", "seconds", "message"), rows, right=("seconds",), cut="message"
-        )
-    return 1 if found.state == "FAILED" else 0
+        columns = ("task", "state", "seconds", "message")
+        print_table(columns, rows, right=("seconds",), cut="message")
+    return 1 if record.state == "FAILED" else 0
 
 
 @app.command("logs")
@@ -151,7 +178,9 @@ def show_logs(
     task: Annotated[str | None, typer.Argument(help="A task's name in the graph.")] = None,
     endpoint: ENDPOINT = None,
 ) -> None:
-    """Print the logs of a run's tasks, each line with its task; the logs of deleted pods are gone."""
+    """Print the logs of a run's tasks, each line with its task; the logs of deleted pods are
+    gone.
+    """
     for name, line in client.read_logs(client.connect_to_kfp(endpoint), run, task):
         typer.echo(f"{name} | {line}")
 
@@ -166,39 +195,55 @@ def stop_run(run: RUN, endpoint: ENDPOINT = None) -> None:
 def build_kfp_pipeline(
     pipeline: str, config: Path | None, sets: list[str] | None
 ) -> tuple[Any, Any]:
-    """Build a pipeline by name; return it in the form that kfp compiles, and its settings. Raises UserError if the
-    pipeline has no form for KFP, or kfp is not installed."""
+    """Build a pipeline by name, and return it in the form that kfp compiles, and its settings.
+
+    Raises:
+        UserError: the pipeline has no form for KFP, kfp is not installed, a setting is wrong, or the
+            run would not fit its pods.
+    """
     from tuneloop.cli.checks import check_limits
     from tuneloop.config.loading import find_pipeline
     from tuneloop.planning.limits import find_limits, read_pods
 
-    found = find_pipeline(pipeline)
-    if not hasattr(found.module, "build_kfp"):
+    definition = find_pipeline(pipeline)
+    if not hasattr(definition.module, "build_kfp"):
         raise UserError(
             "pipeline", pipeline, "has no build_kfp(config): it cannot run on Kubeflow Pipelines"
         )
     client.check_kfp_is_installed()
-    settings = found.configure(config, sets or ())
-    built = found.module.build_kfp(settings)
-    check_limits(find_limits(settings, found.build(settings), read_pods(settings)), ignore=False)
-    return built, settings
+    settings = definition.configure(config, sets or ())
+    compiled = definition.module.build_kfp(settings)
+    # What the pods need is read from the Argo form: both are made from the same stages.
+    limits = find_limits(settings, definition.build(settings), read_pods(settings))
+    check_limits(limits, ignore=False)
+    return compiled, settings
 
 
 def connect_to_executor(
     namespace: str | None, context: str | None, kfp: str | None
-) -> tuple[Any, Any]:
-    """Connect to the executor of runs elsewhere: return a cluster with Argo, and a function that asks KFP."""
+) -> "tuple[Connection | None, Ask | None]":
+    """Connect to the executor of runs elsewhere.
+
+    Args:
+        namespace: of the runs, if a cluster with Argo executes them.
+        context: of the kubeconfig.
+        kfp: the URL of Kubeflow Pipelines' API, if that executes them.
+
+    Returns:
+        The cluster, and a function that asks Kubeflow Pipelines; at least one of them is None.
+
+    Raises:
+        UserError: both are given, the URL is empty, or the executor does not answer.
+    """
     if kfp is not None and (namespace or not kfp):
         raise UserError(
             "--kfp",
             kfp,
             "is the URL for runs on KFP, and --namespace is for runs on Argo: give only one",
         )
-    from tuneloop.kfp.progress import describe_progress
+    if kfp:
+        from tuneloop.kfp.progress import describe_progress
 
-    ask = (
-        partial(describe_progress, client.connect_to_kfp(kfp, "--kfp", "give the API's address"))
-        if kfp
-        else None
-    )
-    return connect_to_cluster(namespace, context) if namespace else None, ask
+        backend = client.connect_to_kfp(kfp, "--kfp", "give the API's address")
+        return None, partial(describe_progress, backend)
+    return (connect_to_cluster(namespace, context) if namespace else None), None

@@ -3,11 +3,12 @@
 import re
 import sys
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tuneloop.cli.watch import LOOK_S, draw_state
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.local.journal import BROKEN, DONE, Node
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.stages import find_iteration, get_stage_name
@@ -16,11 +17,59 @@ from tuneloop.workflow.rendered_stages import read_loop
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.live import Live
 
 PROGRESS = re.compile(r"^\w+: (?P<done>\d+)/(?P<total>\d+) \S")
 """A line of `tuneloop.core.progress`."""
 ITERATION = re.compile(r"^iteration \d+/\d+  reward ")
 """A line of `tuneloop.local.iterations`, one for each iteration of a pod that runs several."""
+
+
+@dataclass
+class LoopProgress:
+    """Where the loop of a run stands, as far as its stages are pods of their own.
+
+    Attributes:
+        limit: the maximum number of iterations; None: unknown.
+        iteration: the newest that has begun.
+        first_iteration: the one that began first in this process.
+        first_start: when that began, Unix seconds.
+        stages: the stages that ended in the newest iteration, each with its duration.
+        reward: the newest mean reward of a batch.
+    """
+
+    limit: int | None
+    iteration: int = 0
+    first_iteration: int = 0
+    first_start: float = 0.0
+    stages: list[str] = field(default_factory=list)
+    reward: str = ""
+
+    def begin(self, iteration: int) -> None:
+        """Note that a stage of an iteration has begun."""
+        self.iteration = max(self.iteration, iteration)
+        if iteration and not self.first_iteration:
+            self.first_iteration = iteration
+            self.first_start = time.time()
+
+    def end_iteration(self) -> str:
+        """Describe the iteration that has ended, with the rate so far; empty if there is none."""
+        stages = ", ".join(self.stages)
+        self.stages = []
+        if not (stages and self.first_iteration):
+            return ""
+        count = self.iteration - self.first_iteration + 1
+        seconds = (time.time() - self.first_start) / count
+        remaining = seconds * (self.limit - self.iteration) if self.limit else 0.0
+        limit = f"/{self.limit}" if self.limit else ""
+        parts = [f"iteration {self.iteration}{limit}"]
+        if self.reward:
+            parts.append(f"reward {self.reward}")
+        parts.append(f"{format_duration(seconds)}/iteration")
+        if remaining:
+            parts.append(f"at most {format_duration(remaining)} left")
+        parts.append(f"({stages})")
+        return "  ".join(parts)
 
 
 class Display:
@@ -31,30 +80,27 @@ class Display:
         workflow: its workflow, whose parameter ``iterations`` bounds the loop.
     """
 
-    def __init__(self, run: Run, workflow: Mapping[str, Any]) -> None:
-        parameters = workflow["spec"].get("arguments", {}).get("parameters", ())
+    def __init__(self, run: Run, workflow: JsonMapping) -> None:
+        spec = workflow["spec"]
+        limit: int | None = None
+        for parameter in spec.get("arguments", {}).get("parameters", ()):
+            if parameter["name"] == "iterations" and "value" in parameter:
+                limit = int(parameter["value"])
         self.run = run
-        self.total = next(
-            (int(p["value"]) for p in parameters if p["name"] == "iterations" and "value" in p),
-            None,
-        )
+        self.loop = LoopProgress(limit)
         self.scorers = {name for name, role in read_loop(workflow).items() if role == "scorer"}
-        self.servers = {
-            each["name"] for each in workflow["spec"].get("templates", ()) if each.get("daemon")
-        }
-        self.begun = time.time()
+        self.servers = {item["name"] for item in spec.get("templates", ()) if item.get("daemon")}
+        self.start = time.time()
+        # All by the id of a node. The threads of the executor change them while the table is drawn.
         self.running: dict[str, Node] = {}
-        self.told: dict[str, str] = {}
-        self.phases: dict[str, str] = {}
-        self.retries: dict[str, Node] = {}
         self.waiting: dict[str, Node] = {}
-        self.iteration = 0
-        self.first: tuple[int, float] | None = None
-        self.parts: list[str] = []
-        self.reward = ""
-        self.live: Any = None
+        self.retries: dict[str, Node] = {}
+        self.phases: dict[str, str] = {}
+        self.progress: dict[str, str] = {}
+        self.live: Live | None = None
         self.table: RenderableType = run.name
-        self.due = 0.0
+        # By the monotonic clock.
+        self.next_look = 0.0
 
     def __enter__(self) -> "Display":
         if sys.stdout.isatty():
@@ -64,7 +110,7 @@ class Display:
             self.live.start()
         return self
 
-    def __exit__(self, *ended: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._end_iteration()
         if self.live:
             self.live.stop()
@@ -72,113 +118,119 @@ class Display:
     def node(self, node: Node) -> None:
         """Show a node that changed."""
         if node.type == "Retry":
-            self._retried(node)
+            self._show_retry(node)
         if node.type != "Pod":
             return
-        before, self.phases[node.id] = self.phases.get(node.id), node.phase
+        previous_phase = self.phases.get(node.id)
+        self.phases[node.id] = node.phase
         if node.phase == "Running" and not node.daemoned:
-            self.running[node.id] = node
-            self.waiting.pop(node.parent, None)
-            iteration = find_iteration(node)
-            # An update may begin after the next batch's rollout, and a server be started anew within an iteration.
-            if iteration > self.iteration or not (iteration or node.template in self.servers):
-                self._end_iteration()
-                self.iteration = max(self.iteration, iteration)
-                if iteration and self.first is None:
-                    self.first = (iteration, time.time())
+            self._begin(node)
         else:
             self.running.pop(node.id, None)
-        if node.phase in DONE and before not in DONE:
-            if (
-                node.phase not in BROKEN or node.parent not in self.retries
-            ):  # else the retry reports it
-                self._ended(node)
-        elif node.daemoned and before != "ready":
+        if node.phase in DONE:
+            # A failed attempt is reported by its retry, which knows whether it was the last.
+            is_reported = node.phase in BROKEN and node.parent in self.retries
+            if previous_phase not in DONE and not is_reported:
+                self._show_end(node)
+        elif node.daemoned and previous_phase != "ready":
             self.phases[node.id] = "ready"
             self.waiting.pop(node.parent, None)
-            self._print(
-                f"{get_stage_name(node)}: ready in {format_duration(time.time() - node.started)}"
-            )
+            seconds = format_duration(time.time() - node.started)
+            self._print(f"{get_stage_name(node)}: ready in {seconds}")
 
-    def _retried(self, node: Node) -> None:
+    def _begin(self, node: Node) -> None:
+        """Note that a pod runs, and end the iteration before it."""
+        self.running[node.id] = node
+        self.waiting.pop(node.parent, None)
+        iteration = find_iteration(node)
+        is_outside = iteration == 0 and node.template not in self.servers
+        # An update may begin after the next batch's rollout, and a server be started anew within an
+        # iteration: neither ends one.
+        if iteration > self.loop.iteration or is_outside:
+            self._end_iteration()
+            self.loop.begin(iteration)
+
+    def _show_retry(self, node: Node) -> None:
         """Show how an attempt ended, and when the next one begins, or that it was the last."""
-        before, self.retries[node.id] = self.retries.get(node.id), node
+        previous = self.retries.get(node.id)
+        self.retries[node.id] = node
         if node.phase in DONE:
             self.waiting.pop(node.id, None)
-            if node.phase in BROKEN and (before is None or before.phase not in DONE):
-                self._ended(node)
-        elif node.message and (before is None or before.message != node.message):
+            was_done = previous is not None and previous.phase in DONE
+            if node.phase in BROKEN and not was_done:
+                self._show_end(node)
+        elif node.message and (previous is None or previous.message != node.message):
             self.waiting[node.id] = node
             self._print(f"{get_stage_name(node)}: {node.message}")
 
     def log(self, node: Node, line: str) -> None:
-        """Show a line that a pod wrote."""
+        """Show a line that a pod wrote, if it is about progress."""
         match = PROGRESS.match(line)
         if match:
-            self.told[node.id] = line
+            self.progress[node.id] = line
+            # The last line of a stage says no more than that the stage has ended.
             if not self.live and int(match["done"]) < int(match["total"]):
                 self._print(line)
         elif ITERATION.match(line):
             self._print(line)
 
-    def _ended(self, node: Node) -> None:
+    def _show_end(self, node: Node) -> None:
+        """Show that a node has ended; of a stage in the loop, when its iteration ends."""
+        name = get_stage_name(node)
         seconds = format_duration(node.finished - node.started)
         if node.template in self.scorers and "mean-reward" in node.outputs:
-            self.reward = f"{float(node.outputs['mean-reward']):.3f}"
+            self.loop.reward = f"{float(node.outputs['mean-reward']):.3f}"
         if node.phase in BROKEN:
-            self._print(
-                f"{get_stage_name(node)}: {node.phase.lower()} after {seconds}: {node.message}"
-            )
+            self._print(f"{name}: {node.phase.lower()} after {seconds}: {node.message}")
         elif node.phase == "Omitted":
-            self._print(f"{get_stage_name(node)}: ended after {seconds}: {node.message}")
+            self._print(f"{name}: ended after {seconds}: {node.message}")
         elif find_iteration(node):
-            self.parts.append(f"{get_stage_name(node)} {seconds}")
+            self.loop.stages.append(f"{name} {seconds}")
         else:
-            results = "  ".join(
-                f"{k} {format_number(v)}" for k, v in node.outputs.items() if format_number(v)
-            )
-            how = "stopped after " if node.daemoned else ""
-            self._print(f"{get_stage_name(node)}: {how}{seconds}  {results}".rstrip())
+            # Outputs that are no numbers are references, too long for a line.
+            results = [
+                f"{key} {format_number(value)}"
+                for key, value in node.outputs.items()
+                if format_number(value)
+            ]
+            prefix = "stopped after " if node.daemoned else ""
+            self._print(f"{name}: {prefix}{seconds}  {'  '.join(results)}".rstrip())
 
     def _end_iteration(self) -> None:
-        """Say which iteration ended, with its reward, the rate so far and the time left."""
-        if self.parts and self.first:
-            text = f"iteration {self.iteration}" + (f"/{self.total}" if self.total else "")
-            text += f"  reward {self.reward}" if self.reward else ""
-            each = (time.time() - self.first[1]) / (self.iteration - self.first[0] + 1)
-            left = each * (self.total - self.iteration) if self.total else 0
-            text += f"  {format_duration(each)}/iteration"
-            text += f"  at most {format_duration(left)} left" if left else ""
-            self._print(f"{text}  ({', '.join(self.parts)})")
-        self.parts = []
+        """Print the line of the iteration that has ended, if one has."""
+        line = self.loop.end_iteration()
+        if line:
+            self._print(line)
 
     def _print(self, line: str) -> None:
+        """Print a line above the table, or without one, with the time since the start."""
         if self.live:
             self.live.console.print(line, highlight=False, markup=False)
         else:
-            print(f"{format_duration(time.time() - self.begun):>8}  {line}", flush=True)
+            print(f"{format_duration(time.time() - self.start):>8}  {line}", flush=True)
 
     def _draw(self) -> "RenderableType":
+        """Draw the table; the run is read again where that is due, at most a tenth of the time."""
         from rich.console import Group
         from rich.text import Text
 
         from tuneloop.ui.describe import describe_state
 
-        began = time.monotonic()
-        if began >= self.due:
+        start = time.monotonic()
+        if start >= self.next_look:
             try:
                 self.run.refresh(all_iterations=False)
                 self.table = draw_state(describe_state(self.run, None))
-            except (UserError, Retryable) as error:  # the run's executor reports what ends the run
+            except (UserError, Retryable) as error:
+                # The run's executor reports what ends the run.
                 self.table = Text(str(error))
-            self.due = time.monotonic() + max(LOOK_S, 10 * (time.monotonic() - began))
+            end = time.monotonic()
+            self.next_look = end + max(LOOK_S, 10 * (end - start))
         lines = []
         for node in list(self.running.values()):
-            since = format_duration(time.time() - node.started)
-            lines.append(
-                f"  {get_stage_name(node)}  {since}  {self.told.get(node.id, '')}".rstrip()
-            )
-        lines += [
-            f"  {get_stage_name(node)}: {node.message}" for node in list(self.waiting.values())
-        ]
+            duration = format_duration(time.time() - node.started)
+            progress = self.progress.get(node.id, "")
+            lines.append(f"  {get_stage_name(node)}  {duration}  {progress}".rstrip())
+        for node in list(self.waiting.values()):
+            lines.append(f"  {get_stage_name(node)}: {node.message}")
         return Group(self.table, Text("\n".join(lines)))

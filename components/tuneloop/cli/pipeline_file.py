@@ -13,7 +13,10 @@ def make_builders(
     draw: Callable[[Graph], None],
     loop: Loop | None = None,
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Return the functions `build_argo` and `build_kfp` of a pipeline, each of which takes its configuration.
+    """Return the functions `build_argo` and `build_kfp` of a pipeline.
+
+    Each takes the pipeline's configuration. hera or kfp is imported when it is called, so that a
+    pipeline's settings can be read without either.
 
     Args:
         name: of the pipeline, in kebab-case.
@@ -32,13 +35,16 @@ def make_builders(
 
         return build_pipeline(name, config, stages(config), draw, loop)
 
-    vars(build_argo)["loop"] = loop  # a fork begins at this loop
+    # A fork begins at this loop, and a sweep may judge runs by its iterations.
+    vars(build_argo)["loop"] = loop
     return build_argo, build_kfp
 
 
 def render_file(name: str, build: Callable[[], Any]) -> Any:
-    """Print the pipeline's Workflow as YAML where its file is run as a program. Return the Workflow to
-    `hera generate yaml`, which renders the workflows that it finds in a module, and None to others.
+    """Print the pipeline's Workflow as YAML where its file is run as a program.
+
+    `hera generate yaml` renders the workflows that it finds in a module, so it gets one; others get
+    None.
 
     Args:
         name: ``__name__`` of the file.

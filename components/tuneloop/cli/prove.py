@@ -1,5 +1,7 @@
-"""Commands that verify a run (its digests, its stages' results, its first difference from another run), explain what
-made a version, judge it by another reward, and find out what a policy could gain from a reward."""
+"""Commands that verify a run (its digests, its stages' results, its first difference from another
+run), explain what made a version, judge it by another reward, and find out what a policy could gain
+from a reward.
+"""
 
 import heapq
 import json
@@ -9,7 +11,7 @@ from math import nan
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +19,16 @@ from tuneloop.cli.arguments import JSON, RUN, STORE
 from tuneloop.cli.inspect import open_run, print_json
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.store import Store
+
+if TYPE_CHECKING:
+    from tuneloop.runs.audit import Proof
+    from tuneloop.runs.run_record import Run
+
+NEWEST = Annotated[
+    str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")
+]
 
 
 def audit_run(
@@ -32,35 +43,60 @@ def audit_run(
     ] = None,
     store: STORE = "runs",
 ) -> int:
-    """Verify all that a run has committed by SHA-256, and print its root. Exit code 2 if something does not fit."""
+    """Verify all that a run has committed by SHA-256, and print its root. Exit code 2 if something
+    does not fit.
+
+    The root is one digest over all manifests, in the order of the graph: equal roots are equal
+    runs. A root that you noted earlier, given by --root, proves that nothing was changed since.
+    """
     from tuneloop.runs import audit
     from tuneloop.runs.summary import format_facts
 
-    run, proofs = open_run(name, store), []
+    run = open_run(name, store)
+    proofs: list[Proof] = []
     for proof in audit.audit_run(run):
         proofs.append(proof)
         for problem in proof.problems:
             typer.echo(f"error: {proof.key}: {problem}", err=True)
-    if not (own := [proof for proof in proofs if proof.files is not None]):
+    facts = _count_proofs(name, proofs)
+    facts["root"] = audit.compute_root(run)
+    typer.echo(format_facts(facts))
+    if root not in (None, facts["root"]):
+        raise UserError(
+            "--root",
+            root,
+            f"the run's root is {facts['root']}: it is another run, or was changed since",
+        )
+    return 2 if any(proof.problems for proof in proofs) else 0
+
+
+def _count_proofs(name: str, proofs: "list[Proof]") -> dict[str, str]:
+    """Describe how much of a run was verified.
+
+    Raises:
+        UserError: the run has committed nothing itself.
+    """
+    # Inputs from outside of the run have a manifest here, and no files.
+    committed = [proof for proof in proofs if proof.files is not None]
+    if not committed:
         raise UserError(
             "run", name, "has committed nothing that could be verified; see `tuneloop status`"
         )
+    correct = sum(not proof.problems for proof in committed)
+    files = sum(proof.files or 0 for proof in committed)
     facts = {
-        "artifacts": f"{sum(not proof.problems for proof in own)} of {len(own)} as committed",
-        "files": f"{sum(proof.files or 0 for proof in own)} as committed, by SHA-256",
+        "artifacts": f"{correct} of {len(committed)} as committed",
+        "files": f"{files} as committed, by SHA-256",
     }
-    if deleted := sum(proof.deleted for proof in own):
+    deleted = sum(proof.deleted for proof in committed)
+    if deleted:
         facts["pruned"] = (
             f"by retention the files of {deleted} old checkpoints; their manifests are as committed"
         )
-    if outside := len(proofs) - len(own):
+    outside = len(proofs) - len(committed)
+    if outside:
         facts["from outside"] = f"{outside} inputs: their manifests were read, their files were not"
-    typer.echo(format_facts({**facts, "root": (found := audit.compute_root(run))}))
-    if root not in (None, found):
-        raise UserError(
-            "--root", root, f"the run's root is {found}: it is another run, or was changed since"
-        )
-    return 2 if any(proof.problems for proof in proofs) else 0
+    return facts
 
 
 def replay_run(
@@ -71,14 +107,20 @@ def replay_run(
     ] = None,
     store: STORE = "runs",
 ) -> int:
-    """Compute an iteration again on this machine, and compare. Names the first difference; then exits with 2."""
+    """Compute an iteration again on this machine, and compare. Names the first difference; then
+    exits with 2.
+
+    The stages get the inputs and seeds that they had. Their outputs go to a temporary folder.
+    """
     from tuneloop.runs.replay import replay_iteration
 
-    differ = 0
-    for done in replay_iteration(open_run(name, store), iteration, stage):
-        differ += done.difference is not None
-        typer.echo(f"{done.entry.key}: " + (done.difference or f"equal, {done.manifest.digest}"))
-    return 2 if differ else 0
+    code = 0
+    for replayed in replay_iteration(open_run(name, store), iteration, stage):
+        if replayed.difference is not None:
+            code = 2
+        outcome = replayed.difference or f"equal, {replayed.manifest.digest}"
+        typer.echo(f"{replayed.entry.key}: {outcome}")
+    return code
 
 
 def bisect_runs(
@@ -86,12 +128,16 @@ def bisect_runs(
     against: Annotated[str, typer.Option(metavar="RUN", help="The run to compare with.")],
     store: STORE = "runs",
 ) -> int:
-    """Find where two runs diverge. The first artifact, by iteration, that differs, and its first difference."""
+    """Find where two runs diverge. The first artifact, by iteration, that differs, and its first
+    difference.
+
+    Exit code 0: they are equal in all artifacts that both have; 2: they differ.
+    """
     from tuneloop.runs.replay import find_departure
 
-    found = find_departure(open_run(name, store), open_run(against, store))
-    typer.echo(found or "equal in all artifacts that both have")
-    return 2 if found else 0
+    departure = find_departure(open_run(name, store), open_run(against, store))
+    typer.echo(departure or "equal in all artifacts that both have")
+    return 2 if departure else 0
 
 
 def probe_rewards(
@@ -109,24 +155,33 @@ def probe_rewards(
         float, typer.Option(min=0.1, help="Seconds that one call may take.")
     ] = 5.0,
 ) -> int:
-    """Try attacks on rewards and environments. Prints what a policy could gain; exit code 1 if it gains."""
+    """Try attacks on rewards and environments. Prints what a policy could gain; exit code 1 if it
+    gains.
+
+    By default on those that ship. An attack is a wrong answer that a policy might find: it gains if
+    its score is above that of other wrong answers. One of each category is printed with its text.
+    """
     from tuneloop.local.probe import ENDINGS, count_endings, try_attacks
 
     _find_modules_here()
     trials = try_attacks(rewards or (), environments or (), data, timeout_s)
-    print_table(*count_endings(trials))
-    typer.echo(
-        "A number without a letter: "
-        + "; ".join(": ".join(filter(None, one)) for one in ENDINGS.items())
-    )
-    paid = sorted(
-        (t for t in trials if t.ending in ("n", "g")), key=lambda t: t.outcome.score or 0.0
-    )
-    for t in {(t.target, t.category): t for t in paid}.values():
-        score = "no score" if t.outcome.score is None else f"{t.outcome.score:.3g}"
-        about = f"{score}, a wrong answer has {t.wrong:.3g}; {t.outcome.breakdown}"
-        typer.echo(f"{t.target}: {t.category}: {t.name}: {about}: {t.text[:200]!r}")
-    return 1 if paid else 0
+    columns, rows = count_endings(trials)
+    print_table(columns, rows)
+    legend = [": ".join(filter(None, ending)) for ending in ENDINGS.items()]
+    typer.echo(f"A number without a letter: {'; '.join(legend)}")
+    # n: no score, where there should be one; g: a gain.
+    gains = [trial for trial in trials if trial.ending in ("n", "g")]
+    gains.sort(key=lambda trial: trial.outcome.score or 0.0)
+    # The last of a category stays: the one that gains most.
+    largest = {(trial.target, trial.category): trial for trial in gains}
+    for trial in largest.values():
+        outcome = trial.outcome
+        score = "no score" if outcome.score is None else f"{outcome.score:.3g}"
+        details = f"{score}, a wrong answer has {trial.wrong:.3g}; {outcome.breakdown}"
+        typer.echo(
+            f"{trial.target}: {trial.category}: {trial.name}: {details}: {trial.text[:200]!r}"
+        )
+    return 1 if gains else 0
 
 
 def explain_version(
@@ -136,12 +191,17 @@ def explain_version(
     ],
     store: STORE = "runs",
 ) -> None:
-    """Explain what made a version. Prompts, rollouts, rewards, seeds, code, image and server, as recorded."""
+    """Explain what made a version. Prompts, rollouts, rewards, seeds, code, image and server, as
+    recorded.
+
+    Each artifact that it was made from is printed with its reference and what its manifest says.
+    """
     from tuneloop.runs import questions, summary
 
     run = open_run(name, store)
-    for ref, told in questions.explain_artifact(run, questions.find_artifact(run, which)):
-        typer.echo(f"{ref}\n{summary.format_facts(told)}")
+    artifact = questions.find_artifact(run, which)
+    for reference, facts in questions.explain_artifact(run, artifact):
+        typer.echo(f"{reference}\n{summary.format_facts(facts)}")
 
 
 def promote_version(
@@ -150,27 +210,35 @@ def promote_version(
     promoted: Annotated[
         str, typer.Argument(metavar="NAME", help="The name to give it, as production.")
     ],
-    least: Annotated[
+    minima: Annotated[
         list[str],
         typer.Option("--min", metavar="METRIC=VALUE", help="What its evaluation must reach."),
     ],
     store: STORE = "runs",
 ) -> None:
-    """Name a version that passes the audit and reaches --min. Retention keeps it; the name has a history."""
+    """Name a version that passes the audit and reaches --min. Retention keeps it; the name has a
+    history.
+
+    The newest evaluation of the version that measured all metrics decides. `tuneloop promoted`
+    lists the names.
+    """
     from tuneloop.runs import promotion
 
-    try:
-        wanted = {
-            metric: float(value) for metric, _, value in (each.partition("=") for each in least)
-        }
-    except ValueError:
-        raise UserError(
-            "--min", ", ".join(least), "write METRIC=VALUE, as in mean_reward=0.9"
-        ) from None
-    if not (number := version.removeprefix("v")).isdecimal():
+    minimum_by_metric: dict[str, float] = {}
+    for item in minima:
+        metric, _, value = item.partition("=")
+        try:
+            minimum_by_metric[metric] = float(value)
+        except ValueError:
+            raise UserError(
+                "--min", ", ".join(minima), "write METRIC=VALUE, as in mean_reward=0.9"
+            ) from None
+    number = version.removeprefix("v")
+    if not number.isdecimal():
         raise UserError("VERSION", version, "write its number, as in 4 or v4")
-    told = promotion.promote_version(open_run(name, store), int(number), promoted, wanted)
-    typer.echo(f"{promoted}: version {int(number)} of {name}, {told['ref']}")
+    run = open_run(name, store)
+    record = promotion.promote_version(run, int(number), promoted, minimum_by_metric)
+    typer.echo(f"{promoted}: version {int(number)} of {name}, {record['ref']}")
 
 
 def list_promotions(
@@ -180,42 +248,45 @@ def list_promotions(
     store: STORE = "runs",
     as_json: JSON = False,
 ) -> None:
-    """List promoted versions, newest first. With user, time, the figures that decided, and references for tools."""
-    from tuneloop.runs import promotion
+    """List promoted versions, newest first. With user, time, the figures that decided, and
+    references for tools.
 
-    chosen = [
-        told
-        for told in reversed(promotion.read_history(Store(store))[0])
-        if promoted in (None, told["name"])
-    ]
-    if promoted and not chosen:
+    The newest of a name is the one that the name stands for now; the others are its history.
+    """
+    from tuneloop.runs.promotion import read_history
+
+    history, _ = read_history(Store(store))
+    promotions = [item for item in reversed(history) if promoted in (None, item["name"])]
+    if promoted and not promotions:
         raise UserError(
             "NAME", promoted, f"was not promoted in {store}; `tuneloop promote` does that"
         )
     if as_json:
-        return print_json({"promotions": chosen})
-    if not chosen:
-        return typer.echo(f"nothing was promoted in {store}")
-    rows = []
-    for told in chosen:
-        had = told["figures"]
-        figures = ", ".join(
-            f"{name} {had.get(name, nan):g} (≥ {least:g})" for name, least in told["least"].items()
-        )
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(told["time"]))
-        rows.append(
-            (
-                told["name"],
-                told["run"],
-                str(told["version"]),
-                when,
-                told["who"],
-                figures,
-                told["ref"],
-            )
-        )
-    print_table(
-        ("name", "run", "version", "when", "who", "figures", "reference"), rows, cut="reference"
+        print_json({"promotions": promotions})
+    elif promotions:
+        columns = ("name", "run", "version", "when", "who", "figures", "reference")
+        rows = [_format_promotion(promotion) for promotion in promotions]
+        print_table(columns, rows, cut="reference")
+    else:
+        typer.echo(f"nothing was promoted in {store}")
+
+
+def _format_promotion(promotion: JsonMapping) -> tuple[str, ...]:
+    """Return the row of a promotion in the list."""
+    results = promotion["figures"]
+    # A metric that the evaluation lacks could not have been promoted; a damaged record may say so.
+    figures = [
+        f"{metric} {results.get(metric, nan):g} (≥ {minimum:g})"
+        for metric, minimum in promotion["least"].items()
+    ]
+    return (
+        promotion["name"],
+        promotion["run"],
+        str(promotion["version"]),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(promotion["time"])),
+        promotion["who"],
+        ", ".join(figures),
+        promotion["ref"],
     )
 
 
@@ -230,38 +301,47 @@ def rescore_run(
     ] = 5,
     store: STORE = "runs",
 ) -> None:
-    """Judge a run's stored rollouts by another reward. Means, groups whose order changes, and changed completions."""
+    """Judge a run's stored rollouts by another reward. Means, groups whose order changes, and
+    changed completions.
+
+    Nothing is sampled and nothing is written. A group whose order changes would have trained the
+    policy in another direction.
+    """
     from tuneloop.runs import questions
 
     _find_modules_here()
-    lines, apart = [], list[dict[str, Any]]()
+    lines: list[tuple[str, ...]] = []
+    largest: list[JsonObject] = []
     spec = reward if reward.startswith("{") else json.dumps({reward: 1.0})
     for iteration, rows in questions.rescore_run(open_run(name, store), spec):
-        scores = ([row[by] for row in rows if row[by] is not None] for by in ("score", "rescored"))
-        means = (f"{fmean(each):.3f}" if each else "none" for each in scores)
         changed = [row for row in rows if row["change"]]
-        lines.append(
-            (
-                str(iteration),
-                *means,
-                f"{len(changed)} of {len(rows)}",
-                questions.count_reordered(rows),
-            )
+        line = (
+            str(iteration),
+            _format_mean(rows, "score"),
+            _format_mean(rows, "rescored"),
+            f"{len(changed)} of {len(rows)}",
+            questions.count_reordered(rows),
         )
-        apart = heapq.nlargest(examples, [*apart, *changed], key=itemgetter("change"))
+        lines.append(line)
+        # A long run has more changed rows than fit into memory: only the largest are kept.
+        largest = heapq.nlargest(examples, largest + changed, key=itemgetter("change"))
     columns = ("iteration", "mean", "rescored", "scored otherwise", "groups reordered")
     print_table(columns, lines, right=columns)
-    for row in apart:
+    for row in largest:
         texts = "  ".join(f"{key} {row[key]!r:.200}" for key in ("prompt", "completion", "answer"))
         typer.echo(f"{row['request_id']}: {row['score']} → {row['rescored']}  {texts}")
+
+
+def _format_mean(rows: list[JsonObject], column: str) -> str:
+    """Format the mean of a column of scores, without rows that have none."""
+    scores = [row[column] for row in rows if row[column] is not None]
+    return f"{fmean(scores):.3f}" if scores else "none"
 
 
 def attest_version(
     name: RUN,
     key: Annotated[Path, typer.Option(help="Private key, PEM.")],
-    version: Annotated[
-        str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")
-    ] = None,
+    version: NEWEST = None,
     certificate: Annotated[
         list[Path] | None, typer.Option(help="Certificate chain, leaf first. Repeatable.")
     ] = None,
@@ -273,12 +353,18 @@ def attest_version(
     ] = "https://github.com/tuneloop",
     store: STORE = "runs",
 ) -> None:
-    """Sign a version and what it was made from. Writes its files, a model card, SLSA provenance and a signature."""
+    """Sign a version and what it was made from. Writes its files, a model card, SLSA provenance and
+    a signature.
+
+    The version must pass the audit. `tuneloop verify-model` verifies the files, without a store.
+    """
     from tuneloop.runs import attestation, questions, signatures
 
-    signer, run = signatures.open_signer(key, certificate or ()), open_run(name, store)
-    made = questions.find_artifact(run, _name_version(run, version))
-    typer.echo(f"signed: {attestation.attest_version(run, made, output, signer, builder)}")
+    signer = signatures.open_signer(key, certificate or ())
+    run = open_run(name, store)
+    artifact = questions.find_artifact(run, _name_version(run, version))
+    directory = attestation.attest_version(run, artifact, output, signer, builder)
+    typer.echo(f"signed: {directory}")
 
 
 def push_version(
@@ -286,9 +372,7 @@ def push_version(
     repo: Annotated[
         str, typer.Argument(help="Hugging Face repository, as OWNER/NAME; created if missing.")
     ],
-    version: Annotated[
-        str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")
-    ] = None,
+    version: NEWEST = None,
     private: Annotated[
         bool | None, typer.Option("--private/--public", help="If it is new; default: as OWNER.")
     ] = None,
@@ -297,17 +381,24 @@ def push_version(
     ] = False,
     store: STORE = "runs",
 ) -> None:
-    """Upload a version to the Hugging Face hub. It must pass the audit; a model card is made from the run."""
+    """Upload a version to the Hugging Face hub. It must pass the audit; a model card is made from the
+    run.
+
+    The token is the one of `hf auth login`, or HF_TOKEN.
+    """
     from tuneloop.runs import attestation, questions
 
     run = open_run(name, store)
-    made = questions.find_artifact(run, _name_version(run, version))
-    typer.echo(f"pushed: {attestation.push_version(run, made, repo, private, adapter)}")
+    artifact = questions.find_artifact(run, _name_version(run, version))
+    url = attestation.push_version(run, artifact, repo, private, adapter)
+    typer.echo(f"pushed: {url}")
 
 
-def _name_version(run: Any, version: str | None) -> str:
-    newest = "".join(str(each.version) for each in run.checkpoints[-1:])
-    return f"v{(version or newest).removeprefix('v')}"
+def _name_version(run: "Run", version: str | None) -> str:
+    """Return a version as `find_artifact` takes it, ``v4``: by default the newest of the run."""
+    if not version and run.checkpoints:
+        version = str(run.checkpoints[-1].version)
+    return f"v{(version or '').removeprefix('v')}"
 
 
 def verify_model(
@@ -319,7 +410,11 @@ def verify_model(
         list[Path] | None, typer.Option(help="A trusted authority's. Repeatable.")
     ] = None,
 ) -> None:
-    """Verify a model's files by its signature and provenance. Needs no store; names the first file that is wrong."""
+    """Verify a model's files by its signature and provenance. Needs no store; names the first file
+    that is wrong.
+
+    Exit code 2: the signature is not by this key or authority, or a file is not as signed.
+    """
     from tuneloop.runs import signatures
     from tuneloop.runs.summary import format_facts
 

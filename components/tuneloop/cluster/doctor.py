@@ -1,5 +1,8 @@
-"""Check a cluster before anything is submitted, and print the commands that fix each problem; change nothing there.
-`preflight` finds what `tuneloop submit` refuses; Kubeflow Pipelines' own checks are in `tuneloop.kfp.doctor`."""
+"""Check a cluster before anything is submitted, and find the commands that fix each problem.
+
+Nothing is changed there. `preflight` finds what `tuneloop submit` refuses; Kubeflow Pipelines' own
+checks are in `tuneloop.kfp.doctor`.
+"""
 
 import json
 import re
@@ -35,7 +38,14 @@ INSTALL_ARGO = (
 
 @dataclass(frozen=True)
 class Check:
-    """The `outcome` of a check: `OK`, `WARNING`, `REFUSED` or `NOT_CHECKED`; `remedy`: the command that fixes it."""
+    """The outcome of a check.
+
+    Attributes:
+        subject: what was checked, such as ``store``.
+        outcome: `OK`, `WARNING`, `REFUSED` or `NOT_CHECKED`.
+        found: what was found, in words.
+        remedy: the command that fixes it; empty if nothing has to be fixed.
+    """
 
     subject: str
     outcome: str
@@ -44,12 +54,22 @@ class Check:
 
 
 def check_argo(cluster: Connection, workflow: JsonMapping, store: str | None = None) -> list[Check]:
-    """Check whether a cluster has what `workflow` (of `run_workflows.prepare_workflow` or `describe_queued_stage`)
-    needs of Argo Workflows. `store` is that of the run to come, as in the workflow's parameter; None: not known yet.
-    Raises UserError where the cluster does not answer, Retryable where the API server is in trouble."""
+    """Check whether a cluster has what a workflow needs of Argo Workflows.
+
+    Args:
+        cluster: with the namespace of the run to come.
+        workflow: of `run_workflows.prepare_workflow` or `describe_queued_stage`.
+        store: of the run, as in the workflow's parameter; None: not known yet.
+
+    Raises:
+        UserError: the cluster does not answer.
+        Retryable: the API server is in trouble.
+    """
     queues = ", ".join(list_queues(workflow))
     references = sorted(set(preflight.list_references(workflow["spec"])))
-    described = {  # check → its text if nothing is refused; empty: not needed by the workflow
+    # Subject → what is printed if nothing is refused. An empty text is not printed: the workflow
+    # does not need that.
+    descriptions = {
         "namespace": f"{cluster.namespace} of context {cluster.context}",
         "Argo Workflows": "its API is there",
         "rights": f"may create workflows in namespace {cluster.namespace}",
@@ -58,193 +78,224 @@ def check_argo(cluster: Connection, workflow: JsonMapping, store: str | None = N
         "store": "can be written from here",
     }
     checks: list[Check] = []
-    for name, find in preflight.REQUIRED.items():
-        checks += collect_checks(name, find(cluster, workflow), described[name])
+    for subject, find in preflight.REQUIRED.items():
+        checks += collect_checks(subject, find(cluster, workflow), descriptions[subject])
     if any(check.outcome == REFUSED for check in checks):
         return checks
     checks += collect_checks("Argo's controller", check_controller(cluster))
     checks += collect_checks("workflow defaults", check_workflow_defaults(cluster))
-    elsewhere = (store or "s3:").partition(":")[0] != "s3" or "claim" in dict(references)
-    checks += collect_checks(
-        "store", check_store_settings(cluster, "local", WARNING if elsewhere else REFUSED)
-    )
-    own = {"images": check_argo_images, "queue": check_argo_queue, "store": check_argo_store}
-    for name, find_more in {**preflight.CHECKS, **own}.items():
-        if name != "store" or store:
-            checks += collect_checks(name, find_more(cluster, workflow), described.get(name, ""))
+    # Only S3 has its settings in these objects: a claim needs none, and others are of the user.
+    is_s3 = store is None or store.startswith("s3:")
+    missing = REFUSED if is_s3 and "claim" not in dict(references) else WARNING
+    checks += collect_checks("store", check_store_settings(cluster, "local", missing))
+    finders = {
+        **preflight.CHECKS,
+        "images": check_argo_images,
+        "queue": check_argo_queue,
+        "store": check_argo_store,
+    }
+    for subject, find_more in finders.items():
+        if subject != "store" or store:
+            description = descriptions.get(subject, "")
+            checks += collect_checks(subject, find_more(cluster, workflow), description)
     return checks
 
 
 def describe_queued_stage() -> JsonObject:
-    """Describe a workflow with a stage of each role and the default settings, which needs nothing but its queue."""
-    stages = [
-        {"name": role, "metadata": {"labels": Cluster().build_queue_labels(role)}} for role in ROLES
-    ]
+    """Describe a workflow with a stage of each role and the default settings, which needs nothing
+    but its queue.
+    """
+    stages: list[JsonObject] = []
+    for role in ROLES:
+        labels = Cluster().build_queue_labels(role)
+        stages.append({"name": role, "metadata": {"labels": labels}})
     parameters = [{"name": "run"}, {"name": "store"}]
     return {"metadata": {}, "spec": {"templates": stages, "arguments": {"parameters": parameters}}}
 
 
 def collect_checks(
-    subject: str, found: Iterable[Check | UserError], otherwise: str = ""
+    subject: str, findings: Iterable[Check | UserError], description: str = ""
 ) -> list[Check]:
-    """Collect a check's findings: problems as refusals, and objects that the account may not read; else `otherwise`."""
+    """Collect a check's findings: problems as refusals, and objects that the account may not read.
+
+    Args:
+        subject: what is checked.
+        findings: they are found while this function reads them.
+        description: what is said if there are none; empty: nothing.
+    """
+    checks: list[Check] = []
     with record_denied_reads() as denied:
-        checks = [each if isinstance(each, Check) else _refuse(subject, each) for each in found]
-    checks += [
-        Check(subject, NOT_CHECKED, f"not checked: no right to {each}")
-        for each in dict.fromkeys(denied)
-    ]
-    return checks or ([Check(subject, OK, otherwise)] if otherwise else [])
+        for finding in findings:
+            checks.append(finding if isinstance(finding, Check) else _refuse(subject, finding))
+    for read in dict.fromkeys(denied):
+        checks.append(Check(subject, NOT_CHECKED, f"not checked: no right to {read}"))
+    if not checks and description:
+        checks.append(Check(subject, OK, description))
+    return checks
 
 
 def _refuse(subject: str, problem: UserError) -> Check:
-    found, _, remedy = problem.remedy.rpartition("; ")
+    """Return a problem as a check that refuses the run."""
     if isinstance(problem, Problem):
-        found = problem.found
+        finding = problem.found
         remedy = problem.command
+    else:
+        # Other errors say in one text what is wrong and, last, how to mend it.
+        finding, _, remedy = problem.remedy.rpartition("; ")
     field = "" if problem.field == subject else f"{problem.field} "
-    return Check(
-        subject,
-        REFUSED,
-        f"{field}{shorten_text(repr(problem.value))}: {found or 'is refused'}",
-        remedy,
-    )
+    value = shorten_text(repr(problem.value))
+    return Check(subject, REFUSED, f"{field}{value}: {finding or 'is refused'}", remedy)
 
 
 def check_controller(cluster: Connection) -> Iterator[Check]:
     """Check the version of Argo's controller, in whatever namespace it is."""
-    listed = cluster.custom.list_cluster_custom_object
-    found = find_object(
-        listed, "apps", "v1", "deployments", field_selector=f"metadata.name={CONTROLLER}"
-    )
-    if found is UNSEEN:
+    list_objects = cluster.custom.list_cluster_custom_object
+    selector = f"metadata.name={CONTROLLER}"
+    deployments = find_object(list_objects, "apps", "v1", "deployments", field_selector=selector)
+    if deployments is UNSEEN:
         return
-    if not found["items"]:
-        yield Check(
-            "Argo's controller",
-            NOT_CHECKED,
-            f"not checked: no Deployment has the name {CONTROLLER}",
-        )
-    for deployment in found["items"]:
+    if not deployments["items"]:
+        finding = f"not checked: no Deployment has the name {CONTROLLER}"
+        yield Check("Argo's controller", NOT_CHECKED, finding)
+    for deployment in deployments["items"]:
         yield check_version("Argo's controller", deployment, ARGO, WARNING, INSTALL_ARGO)
 
 
 def check_version(
-    subject: str, deployment: JsonMapping, least: tuple[int, ...], older: str, remedy: str
+    subject: str, deployment: JsonMapping, oldest: tuple[int, ...], outcome: str, remedy: str
 ) -> Check:
-    """Check a Deployment's release by the tag of its first image; one before `least` has the outcome `older`."""
+    """Check a Deployment's release by the tag of its first image.
+
+    Args:
+        subject: what the Deployment is.
+        deployment: the object.
+        oldest: the oldest release that is enough, such as ``(3, 7)``.
+        outcome: of an older release.
+        remedy: the command that installs a newer one.
+    """
     image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
-    place = f"{image} in namespace {deployment['metadata']['namespace']}"
-    wanted = ".".join(map(str, least))
-    if (match := re.match(r"v?(\d+)\.(\d+)", read_tag(image))) is None:
-        return Check(
-            subject,
-            WARNING,
-            f"{place}: the tag is not a version; {wanted} or newer is needed",
-            remedy,
-        )
-    if tuple(map(int, match.groups())) < least:
-        return Check(subject, older, f"{place}: {wanted} or newer is needed", remedy)
-    return Check(subject, OK, place)
+    location = f"{image} in namespace {deployment['metadata']['namespace']}"
+    requirement = f"{'.'.join(map(str, oldest))} or newer is needed"
+    match = re.match(r"v?(\d+)\.(\d+)", read_tag(image))
+    if match is None:
+        finding = f"{location}: the tag is not a version; {requirement}"
+        return Check(subject, WARNING, finding, remedy)
+    if (int(match[1]), int(match[2])) < oldest:
+        return Check(subject, outcome, f"{location}: {requirement}", remedy)
+    return Check(subject, OK, location)
 
 
 def read_tag(image: str) -> str:
-    """Read the tag of an image's name: ``latest`` if it has none, empty if it is named by digest alone."""
+    """Read the tag of an image's name: ``latest`` if it has none, empty if it is named by digest
+    alone.
+    """
     name, _, digest = image.partition("@")
-    return name.rpartition("/")[2].partition(":")[2] or ("" if digest else "latest")
+    # A colon before the last slash is that of a registry's port.
+    tag = name.rpartition("/")[2].partition(":")[2]
+    return tag or ("" if digest else "latest")
 
 
 def find_controller_settings(cluster: Connection) -> tuple[str, JsonObject] | None:
-    """Find the ConfigMap of Argo's controller, in the namespace of the runs or else in any: its namespace (empty: there
-    is none) and its settings; None where the account has no right to look."""
-    found = find_object(cluster.core.read_namespaced_config_map, SETTINGS, cluster.namespace)
-    if found is ABSENT:
-        listed = cluster.core.list_config_map_for_all_namespaces
-        everywhere = find_object(listed, field_selector=f"metadata.name={SETTINGS}")
-        found = UNSEEN if everywhere is UNSEEN else next(iter(everywhere.items), ABSENT)
-    if found in (ABSENT, UNSEEN):
-        return ("", {}) if found is ABSENT else None
-    keys = (
-        "config",
-        "executor",
-        "workflowDefaults",
-    )  # older manifests have all settings below the first
-    data = {key: yaml.safe_load(text) for key, text in (found.data or {}).items() if key in keys}
-    return found.metadata.namespace, {**(data.pop("config", None) or {}), **data}
+    """Find the ConfigMap of Argo's controller, in the namespace of the runs or else in any.
+
+    Returns:
+        Its namespace (empty: there is none) and its settings; None where the account has no right
+        to look.
+    """
+    config_map = find_object(cluster.core.read_namespaced_config_map, SETTINGS, cluster.namespace)
+    if config_map is ABSENT:
+        list_maps = cluster.core.list_config_map_for_all_namespaces
+        listed = find_object(list_maps, field_selector=f"metadata.name={SETTINGS}")
+        config_map = UNSEEN if listed is UNSEEN else next(iter(listed.items), ABSENT)
+    if config_map is UNSEEN:
+        return None
+    if config_map is ABSENT:
+        return "", {}
+    data = config_map.data or {}
+    # Older manifests have all settings below the first key.
+    settings: JsonObject = yaml.safe_load(data.get("config", "")) or {}
+    for key in ("executor", "workflowDefaults"):
+        if key in data:
+            settings[key] = yaml.safe_load(data[key])
+    return config_map.metadata.namespace, settings
 
 
 def check_workflow_defaults(cluster: Connection) -> Iterator[Check]:
     """Report the retries that Argo's controller gives to every template."""
-    if found := find_controller_settings(cluster):
-        namespace, settings = found
-        spec = (settings.get("workflowDefaults") or {}).get("spec") or {}
-        retry = (spec.get("templateDefaults") or {}).get("retryStrategy")
-        said = (
-            f"templateDefaults.retryStrategy {json.dumps(retry)}"
-            if retry
-            else "no templateDefaults.retryStrategy"
-        )
-        place = f"{SETTINGS} in namespace {namespace}" if namespace else f"no {SETTINGS}"
-        yield Check("workflow defaults", OK, f"{said} ({place})")
+    controller = find_controller_settings(cluster)
+    if controller is None:
+        return
+    namespace, settings = controller
+    spec = (settings.get("workflowDefaults") or {}).get("spec") or {}
+    retry = (spec.get("templateDefaults") or {}).get("retryStrategy")
+    finding = "no templateDefaults.retryStrategy"
+    if retry:
+        finding = f"templateDefaults.retryStrategy {json.dumps(retry)}"
+    source = f"{SETTINGS} in namespace {namespace}" if namespace else f"no {SETTINGS}"
+    yield Check("workflow defaults", OK, f"{finding} ({source})")
 
 
 def check_store_settings(cluster: Connection, overlay: str, missing: str) -> Iterator[Check]:
-    """Check the ConfigMap and the Secret with the settings of the store, of ``manifests/overlays/<overlay>``; no value
-    is shown. `missing` is the outcome where one of them is not there."""
+    """Check the ConfigMap and the Secret with the settings of the store; no value is shown.
+
+    Args:
+        cluster: with the namespace of the runs.
+        overlay: of ``manifests/overlays``, which has both.
+        missing: the outcome where one of them is not there.
+    """
     apply = f"kubectl apply -k manifests/overlays/{overlay}"
-    prefix = f"kubectl -n {cluster.namespace}"
+    kubectl = f"kubectl -n {cluster.namespace}"
     literals = " ".join(f"--from-literal={key}=…" for key in SECRET)
-    found = {
-        "ConfigMap": find_object(cluster.core.read_namespaced_config_map, STORE, cluster.namespace),
-        "Secret": find_object(cluster.core.read_namespaced_secret, STORE, cluster.namespace),
-    }
-    secret = f"{prefix} create secret generic {STORE} {literals} --dry-run=client -o yaml | kubectl apply -f -"
-    commands = {"ConfigMap": f"{prefix} edit configmap {STORE}", "Secret": secret}
-    for (kind, each), keys, outcome in zip(found.items(), (PLAIN, SECRET), (WARNING, missing)):
-        if each is ABSENT:
-            yield Check(
-                "store",
-                missing,
-                f"{kind} {STORE} is missing in namespace {cluster.namespace}",
-                apply,
-            )
-        elif each is not UNSEEN:
-            lacking = [key for key in keys if key not in (each.data or {})]
-            said = (
-                f"{kind} {STORE} lacks {', '.join(lacking)}"
-                if lacking
-                else f"{kind} {STORE}: {', '.join(keys)}"
-            )
-            yield Check(
-                "store", outcome if lacking else OK, said, commands[kind] if lacking else ""
-            )
-    for key in sorted(
-        set.intersection(*(set(getattr(each, "data", None) or ()) for each in found.values()))
-    ):
+    edit_config_map = f"{kubectl} edit configmap {STORE}"
+    write_secret = (
+        f"{kubectl} create secret generic {STORE} {literals} --dry-run=client -o yaml"
+        " | kubectl apply -f -"
+    )
+    config_map = find_object(cluster.core.read_namespaced_config_map, STORE, cluster.namespace)
+    secret = find_object(cluster.core.read_namespaced_secret, STORE, cluster.namespace)
+    objects = (
+        # A ConfigMap without a key may be meant so: the store may not need all of them.
+        ("ConfigMap", config_map, PLAIN, WARNING, edit_config_map),
+        ("Secret", secret, SECRET, missing, write_secret),
+    )
+    for kind, item, keys, outcome, command in objects:
+        if item is ABSENT:
+            finding = f"{kind} {STORE} is missing in namespace {cluster.namespace}"
+            yield Check("store", missing, finding, apply)
+        elif item is not UNSEEN:
+            lacking = [key for key in keys if key not in (item.data or {})]
+            if lacking:
+                finding = f"{kind} {STORE} lacks {', '.join(lacking)}"
+                yield Check("store", outcome, finding, command)
+            else:
+                yield Check("store", OK, f"{kind} {STORE}: {', '.join(keys)}")
+    if ABSENT in (config_map, secret) or UNSEEN in (config_map, secret):
+        return
+    for key in sorted(set(config_map.data or ()) & set(secret.data or ())):
+        # Which of the two a pod gets depends on their order in its manifest.
         patch = json.dumps([{"op": "remove", "path": f"/data/{key}"}])
-        remedy = f"{prefix} patch configmap {STORE} --type=json -p '{patch}'"
         yield Check(
             "store",
             WARNING,
             f"{key} is in both, ConfigMap and Secret {STORE}: keep it in one",
-            remedy,
+            f"{kubectl} patch configmap {STORE} --type=json -p '{patch}'",
         )
 
 
 def check_argo_queue(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | UserError]:
     """Check the queues of a workflow: first the problems that `submit` refuses, then its warnings."""
     yield from preflight.CHECKS["queue"](cluster, workflow)
-    for each in find_queue_warnings(cluster, workflow):
-        yield replace(_refuse("queue", each), outcome=WARNING)
+    for warning in find_queue_warnings(cluster, workflow):
+        yield replace(_refuse("queue", warning), outcome=WARNING)
 
 
 def check_argo_images(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | UserError]:
     """Check the images of a workflow: those that `submit` refuses, then the others."""
-    refused = {problem.value: problem for problem in preflight.CHECKS["images"](cluster, workflow)}
-    yield from refused.values()
-    yield from check_images(
-        cluster, [image for image in preflight.list_images(workflow) if image not in refused]
-    )
+    problems = list(preflight.CHECKS["images"](cluster, workflow))
+    yield from problems
+    refused = {problem.value for problem in problems}
+    images = [image for image in preflight.list_images(workflow) if image not in refused]
+    yield from check_images(cluster, images)
 
 
 def check_argo_store(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | UserError]:
@@ -252,31 +303,24 @@ def check_argo_store(cluster: Connection, workflow: JsonMapping) -> Iterator[Che
     problems = list(preflight.CHECKS["store"](cluster, workflow))
     yield from problems
     if not problems and not preflight.has_store_keys("s3"):
-        yield Check(
-            "store", NOT_CHECKED, "not checked by a write: AWS_ACCESS_KEY_ID is not set here"
-        )
+        finding = "not checked by a write: AWS_ACCESS_KEY_ID is not set here"
+        yield Check("store", NOT_CHECKED, finding)
 
 
 def check_images(cluster: Connection, images: Iterable[str]) -> Iterator[Check]:
     """Check that images have a fixed tag, and are on a node or can be pulled."""
-    there, whole = preflight.list_node_images(cluster)
+    node_images, is_complete = preflight.list_node_images(cluster)
     for image in images:
         if read_tag(image) == "latest":
-            said = (
-                f"{image}: nodes keep what they have as `latest`, and pods would run different code"
-            )
             yield Check(
                 "images",
                 REFUSED,
-                said,
+                f"{image}: nodes keep what they have as `latest`, and pods would run different"
+                " code",
                 "tuneloop doctor … --set 'cluster.images=REGISTRY/{image}:TAG'",
             )
-        elif preflight.is_on_node(image, there):
+        elif preflight.is_on_node(image, node_images):
             yield Check("images", OK, f"{image}: on a node")
-        elif there or whole:
-            yield Check(
-                "images",
-                WARNING,
-                f"{image}: not on a node: it must be pullable",
-                f"docker push {image}",
-            )
+        elif node_images or is_complete:
+            finding = f"{image}: not on a node: it must be pullable"
+            yield Check("images", WARNING, finding, f"docker push {image}")

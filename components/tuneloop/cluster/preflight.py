@@ -1,5 +1,8 @@
-"""Find what would fail on a cluster before anything is created there: one line each, with the remedy. An object that
-the account may not read (403) counts as present, since the workflow runs with another account."""
+"""Find what would fail on a cluster before anything is created there: one line each, with the remedy.
+
+An object that the account may not read (403) counts as present, since the workflow runs with another
+account.
+"""
 
 import os
 import re
@@ -39,102 +42,136 @@ LISTED = 50
 
 
 def check_cluster(cluster: Connection, workflow: JsonMapping) -> None:
-    """Check a prepared workflow by `find_problems`. Raises the first, a UserError whose notes are the others."""
-    if problems := find_problems(cluster, workflow):
-        for other in problems[1:]:
-            problems[0].add_note(str(other))
-        raise problems[0]
+    """Check a prepared workflow by `find_problems`.
+
+    Raises:
+        UserError: the first problem; the others are its notes.
+        Retryable: the API server is in trouble.
+    """
+    problems = find_problems(cluster, workflow)
+    if not problems:
+        return
+    first = problems[0]
+    for problem in problems[1:]:
+        first.add_note(str(problem))
+    raise first
 
 
 def find_problems(cluster: Connection, workflow: JsonMapping) -> list[UserError]:
-    """Return what prevents a prepared workflow from running on the cluster. Raises UserError where the cluster does not
-    answer or does not allow the context in; Retryable where the API server is in trouble."""
-    missing = [problem for find in REQUIRED.values() for problem in find(cluster, workflow)]
-    return missing or [problem for find in CHECKS.values() for problem in find(cluster, workflow)]
+    """Return what prevents a prepared workflow from running on the cluster.
+
+    Raises:
+        UserError: the cluster does not answer, or does not allow the context in.
+        Retryable: the API server is in trouble.
+    """
+    # Without the namespace or Argo every other check would report the same cause again.
+    problems = _run_checks(REQUIRED, cluster, workflow)
+    return problems or _run_checks(CHECKS, cluster, workflow)
 
 
-def _namespace(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    if is_absent(cluster.core.read_namespace, cluster.namespace, _request_timeout=(10, 30)):
-        otherwise = " (or yours), or choose --context or --namespace"
-        yield Problem(
-            "namespace",
-            cluster.namespace,
-            f"does not exist in context {cluster.context}",
-            APPLY,
-            otherwise,
-        )
+def _run_checks(
+    checks: "Mapping[str, Find]",
+    cluster: Connection,
+    workflow: JsonMapping,
+) -> list[UserError]:
+    """Return all problems that some checks find."""
+    return [problem for find in checks.values() for problem in find(cluster, workflow)]
 
 
-def _installed(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    group, version, plural = WORKFLOWS
-    if is_absent(
+def _is_kind_absent(cluster: Connection, group: str, version: str, plural: str) -> bool:
+    """Return whether the cluster does not know a kind of objects."""
+    # The objects of a namespace are listed, as most accounts may not read definitions.
+    return is_absent(
         cluster.custom.list_namespaced_custom_object,
         group,
         version,
         cluster.namespace,
         plural,
         limit=1,
-    ):
-        told = f"has no Argo Workflows ({plural}.{group} is not defined); {INSTALL}"
-        yield UserError("cluster", cluster.context, told)
-    for job in filter(None, map(parse_applied_object, workflow["spec"].get("templates", ()))):
+    )
+
+
+def _find_namespace_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
+    """Check that the namespace of the runs exists."""
+    if is_absent(cluster.core.read_namespace, cluster.namespace, _request_timeout=(10, 30)):
+        yield Problem(
+            "namespace",
+            cluster.namespace,
+            f"does not exist in context {cluster.context}",
+            APPLY,
+            " (or yours), or choose --context or --namespace",
+        )
+
+
+def _find_missing_kinds(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
+    """Check that Argo is installed, and what a stage of several nodes needs."""
+    group, version, plural = WORKFLOWS
+    if _is_kind_absent(cluster, group, version, plural):
+        remedy = f"has no Argo Workflows ({plural}.{group} is not defined); {INSTALL}"
+        yield UserError("cluster", cluster.context, remedy)
+    for template in workflow["spec"].get("templates", ()):
+        job = parse_applied_object(template)
+        if not job:
+            continue
         group, _, version = job["apiVersion"].partition("/")
         plural = f"{job['kind'].lower()}s"
-        if is_absent(
-            cluster.custom.list_namespaced_custom_object,
-            group,
-            version,
-            cluster.namespace,
-            plural,
-            limit=1,
-        ):
-            remedy = f"has no {job['kind']} ({plural}.{group} is not defined), which several nodes need; {INSTALL}"
-            yield UserError("nodes", cluster.context, remedy)
+        if _is_kind_absent(cluster, group, version, plural):
+            yield UserError(
+                "nodes",
+                cluster.context,
+                f"has no {job['kind']} ({plural}.{group} is not defined), which several nodes need;"
+                f" {INSTALL}",
+            )
+            # All jobs of a workflow are of one kind.
             return
 
 
-def _allowed(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
+def _find_missing_rights(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
+    """Check that the account may create the workflow, and the Secret of its servers' token."""
     from kubernetes import client
 
-    spec = workflow["spec"]
-    wanted = [(WORKFLOWS[0], WORKFLOWS[2])]
-    if mounts_token(spec):
-        wanted.append(("", "secrets"))
-    for group, plural in wanted:
-        asked = client.V1ResourceAttributes(
+    group, _, plural = WORKFLOWS
+    resources = [(group, plural)]
+    if mounts_token(workflow["spec"]):
+        resources.append(("", "secrets"))
+    for group, plural in resources:
+        attributes = client.V1ResourceAttributes(
             namespace=cluster.namespace, verb="create", group=group, resource=plural
         )
         review = client.V1SelfSubjectAccessReview(
-            spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=asked)
+            spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=attributes)
         )
         if not cluster.auth.create_self_subject_access_review(review).status.allowed:
-            binding = "rolebinding tuneloop-user --role=tuneloop-user --user=ACCOUNT"
-            found = f"may not create {plural} in namespace {cluster.namespace}"
             yield Problem(
                 "cluster",
                 cluster.context,
-                found,
-                f"kubectl -n {cluster.namespace} create {binding}",
+                f"may not create {plural} in namespace {cluster.namespace}",
+                f"kubectl -n {cluster.namespace} create rolebinding tuneloop-user"
+                " --role=tuneloop-user --user=ACCOUNT",
             )
+            # One binding gives both rights.
             return
 
 
-def _references(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
+def _find_missing_references(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     """Yield an error for each missing account, Secret, ConfigMap or claim that the workflow requires."""
-    read = {
+    read_by_kind = {
         "service account": cluster.core.read_namespaced_service_account,
         "secret": cluster.core.read_namespaced_secret,
         "config map": cluster.core.read_namespaced_config_map,
         "claim": cluster.core.read_namespaced_persistent_volume_claim,
     }
     for kind, name in sorted(set(list_references(workflow["spec"]))):
-        if is_absent(read[kind], name, cluster.namespace):
+        if is_absent(read_by_kind[kind], name, cluster.namespace):
             missing = f"is missing in namespace {cluster.namespace}"
             yield Problem(kind, name, missing, APPLY, " (or yours), or create it")
 
 
 def list_references(value: Any) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) of every reference below `value` that is not optional."""
+    """Yield (kind, name) of every reference below `value` that is not optional.
+
+    The kinds are ``secret``, ``config map``, ``claim`` and ``service account``.
+    """
     if isinstance(value, list):
         for item in value:
             yield from list_references(item)
@@ -153,8 +190,10 @@ def list_references(value: Any) -> Iterator[tuple[str, str]]:
             yield from list_references(item)
 
 
-def _devices(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    """Check the devices of a claim: the cluster accepts a claim for an unknown class, but its pods wait for ever."""
+def _find_device_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
+    """Check the devices of a claim: the cluster accepts a claim for an unknown class, but its pods
+    wait for ever.
+    """
     yield from find_placement_errors(workflow)
     try:
         check_colocation(workflow)
@@ -164,112 +203,144 @@ def _devices(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     if not share or not share.device_class:
         return
     group, version = API
-    read = cluster.custom.get_cluster_custom_object
-    if is_absent(
-        cluster.custom.list_namespaced_custom_object,
-        group,
-        version,
-        cluster.namespace,
-        CLAIMS,
-        limit=1,
-    ):
-        remedy = f"cluster {cluster.context} has no {CLAIMS}.{group}/{version}: it needs Kubernetes 1.34 or newer"
+    read_class = cluster.custom.get_cluster_custom_object
+    remedy = ""
+    if _is_kind_absent(cluster, group, version, CLAIMS):
+        remedy = (
+            f"cluster {cluster.context} has no {CLAIMS}.{group}/{version}: it needs Kubernetes 1.34"
+            " or newer"
+        )
+    elif is_absent(read_class, group, version, "deviceclasses", share.device_class):
+        remedy = (
+            f"is not a DeviceClass of {cluster.context}; see `kubectl get deviceclasses`; a DRA"
+            " driver brings them"
+        )
+    if remedy:
         yield UserError("cluster.share.device_class", share.device_class, remedy)
-    elif is_absent(read, group, version, "deviceclasses", share.device_class):
-        remedy = f"is not a DeviceClass of {cluster.context}; see `kubectl get deviceclasses`; a DRA driver brings them"
-        yield UserError("cluster.share.device_class", share.device_class, remedy)
 
 
-def _turns(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    """Check policy and patience against the group's: a run with others fails at its first stage that shares devices."""
-    found = filter(None, map(find_lease_sidecar, workflow["spec"].get("templates", ())))
-    wanted = {flags.group: flags for flags in (parse_arguments(each["args"]) for each in found)}
-    places = {
-        name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)
-    }
-    for name, flags in places.items():
-        place = KubernetesLease(cluster, name)
-        if (seen := find_object(cluster.get, *LEASES, place.name)) not in (ABSENT, UNSEEN):
-            turns = LeaseGroup(
-                place, name, who=flags.run, policy=flags.policy, patience=flags.patience
-            )
-            try:
-                turns.apply_settings(parse_lease(seen))
-            except UserError as error:
-                yield error
+def _find_lease_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
+    """Check policy and patience against the group's: otherwise a run fails at its first stage that
+    shares devices.
+    """
+    options_by_group: dict[str, Namespace] = {}
+    for template in workflow["spec"].get("templates", ()):
+        sidecar = find_lease_sidecar(template)
+        if sidecar:
+            options = parse_arguments(sidecar["args"])
+            for group_name in _list_lease_groups(cluster, workflow, options.group):
+                # All stages of a run that use a group have the same settings.
+                options_by_group[group_name] = options
+    for group_name, options in options_by_group.items():
+        storage = KubernetesLease(cluster, group_name)
+        lease = find_object(cluster.get, *LEASES, storage.name)
+        if lease in (ABSENT, UNSEEN):
+            continue
+        group = LeaseGroup(
+            storage,
+            group_name,
+            who=options.run,
+            policy=options.policy,
+            patience=options.patience,
+        )
+        try:
+            group.apply_settings(parse_lease(lease))
+        except UserError as error:
+            yield error
 
 
-def _groups(cluster: Connection, workflow: JsonMapping, flags: Namespace) -> list[str]:
-    """List the groups of leases that a run may use: of all claims if each has one, as the run's claim is not known."""
-    if "{{" not in flags.group:
-        return [flags.group]
+def _list_lease_groups(cluster: Connection, workflow: JsonMapping, group: str) -> list[str]:
+    """List the groups of leases that a run may use.
+
+    If each claim has a group, these are all, as the run's claim is not known before it runs.
+    """
+    if "{{" not in group:
+        return [group]
     share = share_of(workflow)
     assert share, "only stages that share devices have a claim's name"
-    found = find_object(list_claims, cluster, f"{GROUP_LABEL}={share.group}")
-    return [] if found in (ABSENT, UNSEEN) else [each["metadata"]["name"] for each in found]
+    claims = find_object(list_claims, cluster, f"{GROUP_LABEL}={share.group}")
+    if claims in (ABSENT, UNSEEN):
+        return []
+    return [claim["metadata"]["name"] for claim in claims]
 
 
-def _resizes(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    if any(map(read_asleep, workflow["spec"].get("templates", ()))):
-        known = {
-            each.name for each in cluster.core.get_api_resources(_request_timeout=30).resources
-        }
-        if "pods/resize" not in known:
-            remedy = "has no pods/resize, which needs Kubernetes 1.33 or newer: leave it out"
-            yield UserError("engine.asleep", cluster.context, remedy)
+def _find_resize_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
+    """Check that the cluster can resize pods, if servers give resources back while they sleep."""
+    if not any(map(read_asleep, workflow["spec"].get("templates", ()))):
+        return
+    resources = cluster.core.get_api_resources(_request_timeout=30).resources
+    if "pods/resize" not in {resource.name for resource in resources}:
+        remedy = "has no pods/resize, which needs Kubernetes 1.33 or newer: leave it out"
+        yield UserError("engine.asleep", cluster.context, remedy)
 
 
-def _images(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    """Check the images without a registry in their name, which must be on a node, as no node can pull them. Registries
-    are not contacted: only the nodes have the network and the credentials for them."""
-    there, whole = list_node_images(cluster)
-    for image in list_images(workflow) if whole else ():
+def _find_image_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
+    """Check the images without a registry in their name: no node can pull them, so one must have them.
+
+    Registries are not contacted: only the nodes have the network and the credentials for them.
+    """
+    node_images, is_complete = list_node_images(cluster)
+    if not is_complete:
+        return
+    for image in list_images(workflow):
+        # As the container runtimes tell a registry from a folder of Docker Hub.
         host = image.partition("/")[0] if "/" in image else ""
-        if "{{" in image or "." in host or ":" in host or host == "localhost":
+        has_registry = "." in host or ":" in host or host == "localhost"
+        if "{{" in image or has_registry or is_on_node(image, node_images):
             continue
-        if not is_on_node(image, there):
-            otherwise = " or load it into the nodes as they take it, or set cluster.images (docs/cluster.md)"
-            command = f"kind load docker-image {image}"
-            yield Problem(
-                "image", image, "is on no node, and names no registry", command, otherwise
-            )
+        yield Problem(
+            "image",
+            image,
+            "is on no node, and names no registry",
+            f"kind load docker-image {image}",
+            " or load it into the nodes as they take it, or set cluster.images (docs/cluster.md)",
+        )
 
 
 def list_images(workflow: JsonMapping) -> list[str]:
     """List the images of a workflow's templates."""
-    used = [t.get("container") or t.get("script") or {} for t in workflow["spec"]["templates"]]
-    return sorted({each["image"] for each in used if "image" in each})
+    images: set[str] = set()
+    for template in workflow["spec"]["templates"]:
+        container = template.get("container") or template.get("script") or {}
+        if "image" in container:
+            images.add(container["image"])
+    return sorted(images)
 
 
 def list_node_images(cluster: Connection) -> tuple[set[str], bool]:
-    """Return the names of images on nodes, and whether the list is complete: a kubelet reports only some of them."""
-    if (nodes := find_object(cluster.core.list_node, _request_timeout=30)) is UNSEEN:
+    """Return the names of images on nodes, and whether the list is complete.
+
+    A kubelet reports only some of its images, and the account may not be allowed to ask.
+    """
+    nodes = find_object(cluster.core.list_node, _request_timeout=30)
+    if nodes is UNSEEN:
         return set(), False
-    there = {
-        name
-        for node in nodes.items
-        for image in node.status.images or ()
-        for name in image.names or ()
-    }
-    return there, all(len(node.status.images or ()) < LISTED for node in nodes.items)
+    names: set[str] = set()
+    is_complete = True
+    for node in nodes.items:
+        images = node.status.images or ()
+        is_complete = is_complete and len(images) < LISTED
+        for image in images:
+            names.update(image.names or ())
+    return names, is_complete
 
 
-def is_on_node(image: str, there: set[str]) -> bool:
-    """Return whether an image is among the full names in `there`."""
-    return any(
-        f"{prefix}{image}" in there
-        for prefix in ("", "docker.io/", "docker.io/library/", "localhost/")
-    )
+def is_on_node(image: str, node_images: set[str]) -> bool:
+    """Return whether an image is among the full names of `node_images`."""
+    # Runtimes complete a short name by Docker Hub's; podman's images are of localhost.
+    prefixes = ("", "docker.io/", "docker.io/library/", "localhost/")
+    return any(f"{prefix}{image}" in node_images for prefix in prefixes)
 
 
-def _store(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    parameters = {
-        p["name"]: p.get("value", "") for p in workflow["spec"]["arguments"]["parameters"]
-    }
-    url = str(parameters["store"])
+def _find_store_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
+    """Check that the store outlives the pods and, where this machine has its keys, can be written."""
+    url = ""
+    for parameter in workflow["spec"]["arguments"]["parameters"]:
+        if parameter["name"] == "store":
+            url = str(parameter.get("value", ""))
     scheme, _, path = url.rpartition("://")
     if scheme in ("", "file"):
-        if not any(mount and path.startswith(mount) for mount in _shared_mounts(workflow)):
+        if not any(mount and path.startswith(mount) for mount in _list_shared_mounts(workflow)):
             yield UserError(
                 "store",
                 url,
@@ -289,28 +360,30 @@ def has_store_keys(scheme: str) -> bool:
     return scheme != "s3" or "AWS_ACCESS_KEY_ID" in os.environ
 
 
-def _shared_mounts(workflow: JsonMapping) -> Iterator[str]:
+def _list_shared_mounts(workflow: JsonMapping) -> Iterator[str]:
+    """Yield the paths at which containers mount claims, which pods may share."""
     spec = workflow["spec"]
-    claims = {v["name"] for v in spec.get("volumes", ()) if "persistentVolumeClaim" in v}
     for template in spec["templates"]:
-        own = claims | {
-            v["name"] for v in template.get("volumes", ()) if "persistentVolumeClaim" in v
-        }
+        volumes = [*spec.get("volumes", ()), *template.get("volumes", ())]
+        claims = {volume["name"] for volume in volumes if "persistentVolumeClaim" in volume}
         for mount in (template.get("container") or {}).get("volumeMounts", ()):
-            if mount["name"] in own:
+            if mount["name"] in claims:
                 yield mount["mountPath"]
 
 
 Find = Callable[[Connection, JsonMapping], Iterable[UserError]]
-REQUIRED: Mapping[str, Find] = {"namespace": _namespace, "Argo Workflows": _installed}
+REQUIRED: Mapping[str, Find] = {
+    "namespace": _find_namespace_problems,
+    "Argo Workflows": _find_missing_kinds,
+}
 """Subject → the function that finds its problems; the first ones must pass before the others can be checked."""
 CHECKS: Mapping[str, Find] = {
-    "rights": _allowed,
-    "references": _references,
-    "images": _images,
+    "rights": _find_missing_rights,
+    "references": _find_missing_references,
+    "images": _find_image_problems,
     "queue": find_queue_problems,
-    "devices": _devices,
-    "turns": _turns,
-    "resizes": _resizes,
-    "store": _store,
+    "devices": _find_device_problems,
+    "leases": _find_lease_problems,
+    "resizes": _find_resize_problems,
+    "store": _find_store_problems,
 }

@@ -16,54 +16,101 @@ FIELDS = (
     "nodeSelector",
     "tolerations",
 )
+"""The fields of a workflow or template that a pod has, too, under the same name."""
 
 
 def render_servers(workflow: JsonMapping, name: str, config: Any) -> list[JsonObject]:
-    """Render the server of a run's template `serve` as a Deployment; each replica is one pod, and requires no token.
-    Raises UserError if the workflow starts no server, or one that depends on its run or on a device lease."""
-    serve = next((each for each in workflow["spec"]["templates"] if each["name"] == "serve"), None)
-    words = serve["container"]["args"] if serve else []
-    flags = {
-        flag: value for flag, value in zip(words[::2], words[1::2]) if "{{" not in value
-    }  # else specific to a run
-    if not serve or "--weights" not in flags or share_of(workflow):
-        remedy = "need engine=vllm, engine.weights=pull and engine.weights.url=URL, without cluster.share"
-        raise UserError("--servers", name, remedy)
-    container = {**serve["container"], "name": "serve"}
-    own = {"app.kubernetes.io/name": name}
-    container["args"] = [word for flag in flags.items() for word in flag]
-    container["readinessProbe"] = {
-        **container["readinessProbe"],
-        "failureThreshold": 3,
-    }  # Argo's waits for the start
-    lists = {
-        "env": container["env"],
-        "volumeMounts": container["volumeMounts"],
-        "volumes": serve["volumes"],
+    """Render the server of a run's template `serve` as a Deployment, and a Service before it.
+
+    Each replica is one pod, and requires no token.
+
+    Args:
+        workflow: as it is rendered.
+        name: of the Deployment and the Service.
+        config: the settings of the pipeline; its `engine.replicas` is the number of pods.
+
+    Raises:
+        UserError: the workflow starts no server, or one that depends on its run or on a device
+            lease.
+    """
+    template = _find_server(workflow, name)
+    own_labels = {"app.kubernetes.io/name": name}
+    metadata: JsonObject = {
+        "name": name,
+        "labels": own_labels | {"app.kubernetes.io/part-of": "tuneloop"},
     }
-    kept = {
-        k: [each for each in v if "{{" not in str(each) and TOKENS not in str(each)]
-        for k, v in lists.items()
+    deployment: JsonObject = {
+        "selector": {"matchLabels": own_labels},
+        "template": {
+            "metadata": {"labels": template["metadata"]["labels"] | own_labels},
+            "spec": _build_pod(workflow, template),
+        },
     }
-    fields = {**workflow["spec"], **serve, **json.loads(serve.get("podSpecPatch", "{}"))}
-    pod = {key: fields[key] for key in FIELDS if key in fields} | {"volumes": kept.pop("volumes")}
-    pod |= {
-        "containers": [container | kept],
-        "enableServiceLinks": False,
-    }  # a Service called vllm sets VLLM_PORT
-    about = {"name": name, "labels": {**own, "app.kubernetes.io/part-of": "tuneloop"}}
-    # One is the default of Kubernetes: it is left out, so that applying it keeps an autoscaler's number.
-    deployment: JsonObject = (
-        {"replicas": config.engine.server.replicas} if config.engine.server.replicas > 1 else {}
-    )
-    deployment["selector"] = {"matchLabels": own}
-    deployment["template"] = {
-        "metadata": {"labels": {**serve["metadata"]["labels"], **own}},
-        "spec": pod,
+    # One is the default of Kubernetes: it is left out, so that applying it keeps an autoscaler's
+    # number.
+    if config.engine.server.replicas > 1:
+        deployment = {"replicas": config.engine.server.replicas} | deployment
+    port = template["container"]["ports"][0]["containerPort"]
+    service: JsonObject = {
+        "selector": own_labels,
+        "ports": [{"name": "http", "port": port, "targetPort": port}],
     }
-    port = container["ports"][0]["containerPort"]
-    service = {"selector": own, "ports": [{"name": "http", "port": port, "targetPort": port}]}
     return [
-        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": about, "spec": deployment},
-        {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": service},
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": metadata,
+            "spec": deployment,
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": metadata,
+            "spec": service,
+        },
     ]
+
+
+def _find_server(workflow: JsonMapping, name: str) -> JsonObject:
+    """Return the template of the server, if it may run without its workflow."""
+    for template in workflow["spec"]["templates"]:
+        if template["name"] == "serve":
+            is_shared = bool(share_of(workflow))
+            if "--weights" in _read_constant_flags(template) and not is_shared:
+                return dict(template)
+    raise UserError(
+        "--servers",
+        name,
+        "need engine=vllm, engine.weights=pull and engine.weights.url=URL, without cluster.share",
+    )
+
+
+def _read_constant_flags(template: JsonMapping) -> dict[str, str]:
+    """Read the flags of a container; without those whose value is known only in a run."""
+    words = template["container"]["args"]
+    return {flag: value for flag, value in zip(words[::2], words[1::2]) if "{{" not in value}
+
+
+def _build_pod(workflow: JsonMapping, template: JsonMapping) -> JsonObject:
+    """Build the spec of a server's pod from its template."""
+    fields = dict(workflow["spec"])
+    fields.update(template)
+    fields.update(json.loads(template.get("podSpecPatch", "{}")))
+    pod = {key: fields[key] for key in FIELDS if key in fields}
+    pod["volumes"] = _drop_run_fields(template["volumes"])
+    container = dict(template["container"])
+    container["name"] = "serve"
+    container["args"] = [word for flag in _read_constant_flags(template).items() for word in flag]
+    # Argo's probe waits for the start of the server; a Deployment's pod is ready or not at any time.
+    container["readinessProbe"] = container["readinessProbe"] | {"failureThreshold": 3}
+    for key in ("env", "volumeMounts"):
+        container[key] = _drop_run_fields(container[key])
+    pod["containers"] = [container]
+    # With these a Service called vllm sets VLLM_PORT, which vLLM reads as its own.
+    pod["enableServiceLinks"] = False
+    return pod
+
+
+def _drop_run_fields(items: list[JsonObject]) -> list[JsonObject]:
+    """Return the items that do not depend on a run, nor on its token."""
+    return [item for item in items if "{{" not in str(item) and TOKENS not in str(item)]

@@ -1,6 +1,8 @@
-"""Send a workflow to a cluster and end it, through the Kubernetes API alone: no Argo server is needed. A run is all
-workflows that carry its label: the first one, those that resumed it, and those of a long loop. What goes wrong is one
-line (`UserError`, `Retryable`), whatever the client library raised."""
+"""Send a workflow to a cluster and end it, through the Kubernetes API alone: no Argo server is needed.
+
+A run is all workflows that carry its label: the first one, those that resumed it, and those of a
+long loop. What goes wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
+"""
 
 import contextlib
 import itertools
@@ -44,133 +46,194 @@ from tuneloop.workflow.rendered_stages import read_loop
 from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL, TOKEN_KEY, TOKEN_SECRET
 
 FORGOTTEN_S = 900.0
-"""Seconds after which Argo's controller has deleted a successful pod (`DELETE_DELAY`), unless the controller restarted
-after the workflow's end: its queue of deletions is only in memory, and it does not process ended workflows again."""
+"""Seconds after which Argo's controller has deleted a successful pod (`DELETE_DELAY`).
+
+It has not if it restarted after the workflow's end: its queue of deletions is only in memory, and
+it does not process ended workflows again.
+"""
 WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
 
 
-def create_workflow(cluster: Connection, made: JsonMapping, run: str) -> str:
-    """Create a prepared workflow, and return its name. An ended run is resumed: committed stages end at once, and a
-    long loop continues at its newest workflow. Raises UserError as `prepare_resumption`, or if the name is taken."""
-    made, at = prepare_resumption(made, list_workflows(cluster, run), run)
-    return create_numbered(cluster, made, run, at) if at > 1 else _create(cluster, made, run)
+def create_workflow(cluster: Connection, workflow: JsonMapping, run: str) -> str:
+    """Create a prepared workflow, and return its name.
+
+    An ended run is resumed: committed stages end at once, and a long loop continues at its newest
+    workflow.
+
+    Raises:
+        UserError: as `prepare_resumption`, or the name is taken.
+    """
+    following, number = prepare_resumption(workflow, list_workflows(cluster, run), run)
+    if number == 1:
+        return _create(cluster, following, run)
+    return create_numbered(cluster, following, run, number)
 
 
 def prepare_resumption(
-    made: JsonMapping, earlier: Sequence[JsonMapping], run: str
+    workflow: JsonMapping,
+    earlier: Sequence[JsonMapping],
+    run: str,
 ) -> tuple[JsonMapping, int]:
-    """Return `made` as the workflow that follows the `earlier` ones of its run, and its number. Raises UserError if one
-    of these is active, or the run has another pipeline or store, or after the first version, other settings."""
-    if active := [w["metadata"]["name"] for w in earlier if get_workflow_phase(w) not in DONE]:
-        remedy = f"is under way as workflow {active[0]}; `tuneloop cluster stop` it, or choose another name"
-        raise UserError("run", run, remedy)
+    """Return `workflow` as the one that follows the `earlier` ones of its run, and its number.
+
+    Raises:
+        UserError: one of these is active, or the run has another pipeline or store, or after the
+            first version, other settings.
+    """
+    for previous in earlier:
+        if get_workflow_phase(previous) not in DONE:
+            raise UserError(
+                "run",
+                run,
+                f"is under way as workflow {previous['metadata']['name']}; `tuneloop cluster stop`"
+                " it, or choose another name",
+            )
     if not earlier:
-        return made, 1
-    check_resumable(made, earlier, run)
-    numbers = [get_workflow_number(run, workflow["metadata"]["name"]) for workflow in earlier]
-    return run_workflows.copy_entrypoint(made, earlier[-1]), max(numbers) + 1
+        return workflow, 1
+    check_resumable(workflow, earlier, run)
+    newest = max(get_workflow_number(run, previous["metadata"]["name"]) for previous in earlier)
+    return run_workflows.copy_entrypoint(workflow, earlier[-1]), newest + 1
 
 
-def check_resumable(made: JsonMapping, earlier: Sequence[JsonMapping], run: str) -> None:
-    """Refuse a workflow that does not fit the run whose `earlier` workflows, oldest first, are given. Raises UserError
-    for another pipeline or store, and for other settings, unless the run failed before its loop made a version. Then
-    they may be corrected, as with `tuneloop run`: stages refuse settings that differ from their committed outputs. The
-    pods' requests, and settings that no stage compares with its output (addresses, timeouts), may always change."""
-    before = {k: v for each in earlier for k, v in _settings(each).items()}
-    asked = {k: v for k, v in _settings(made).items() if k in before}
-    differing = find_differences(asked, {k: before[k] for k in asked})
-    begun = any(
-        get_workflow_phase(each) not in ("Failed", "Error") or _has_made_a_version(each)
-        for each in earlier
+def check_resumable(workflow: JsonMapping, earlier: Sequence[JsonMapping], run: str) -> None:
+    """Refuse a workflow that does not fit the run of the `earlier` workflows, oldest first.
+
+    If the run failed before its loop made a version, its settings may be corrected, as with
+    `tuneloop run`: stages refuse settings that differ from their committed outputs. The pods'
+    requests, and settings that no stage compares with its output (addresses, timeouts), may always
+    change.
+
+    Raises:
+        UserError: the run has another pipeline or store, or is past that and has other settings.
+    """
+    recorded: JsonObject = {}
+    for previous in earlier:
+        recorded |= _read_settings(previous)
+    requested = _read_settings(workflow)
+    # A stage that one of the two lacks says nothing: a continued workflow has only those that follow.
+    common = recorded.keys() & requested.keys()
+    differing = find_differences(
+        {key: value for key, value in requested.items() if key in common},
+        {key: value for key, value in recorded.items() if key in common},
     )
-    elsewhere = [name for name in ("pipeline", "store") if name in differing]
-    if elsewhere or (differing and begun):
-        what = ", ".join(elsewhere or differing[:5])
+    is_final = any(
+        get_workflow_phase(previous) not in ("Failed", "Error") or _has_version(previous)
+        for previous in earlier
+    )
+    keys: list[str] = [key for key in ("pipeline", "store") if key in differing]
+    if not keys and is_final:
+        keys = differing[:5]
+    if keys:
         raise UserError(
-            "--run", run, f"exists with another {what}; submit it as it was, or choose another name"
+            "--run",
+            run,
+            f"exists with another {', '.join(keys)}; submit it as it was, or choose another name",
         )
 
 
-def _settings(workflow: JsonMapping) -> JsonObject:
-    """Collect the settings that affect a run's results: its pipeline, its parameters, and those of each stage."""
+def _read_settings(workflow: JsonMapping) -> JsonObject:
+    """Read the settings that affect a run's results: its pipeline, its parameters, and those of
+    each stage.
+    """
     spec = effective_spec(workflow)
-    given = {
-        p["name"]: p["value"]
-        for p in spec.get("arguments", {}).get("parameters", ())
-        if "value" in p
-    }
-    if "store" in given:
-        given["store"] = normalize_url(given["store"])
-    pipeline = spec.get("podMetadata", {}).get("labels", {}).get("app.kubernetes.io/name")
-    templates = expand_pod({"spec": {**spec, "templates": spec.get("templates") or []}})[0]["spec"][
-        "templates"
-    ]
-    stages = {t["name"]: _tracked(t) for t in templates if _is_stage(t)}
-    return {**({"pipeline": pipeline} if pipeline else {}), **given, **stages}
+    settings: JsonObject = {}
+    pod_labels = spec.get("podMetadata", {}).get("labels", {})
+    pipeline = pod_labels.get("app.kubernetes.io/name")
+    if pipeline:
+        settings["pipeline"] = pipeline
+    for parameter in spec.get("arguments", {}).get("parameters", ()):
+        if "value" in parameter:
+            settings[parameter["name"]] = parameter["value"]
+    if "store" in settings:
+        settings["store"] = normalize_url(settings["store"])
+    # The stages of a pod of several are compared one by one: others may be in that pod by now.
+    templates = spec.get("templates") or []
+    unfolded, _ = expand_pod({"spec": {**spec, "templates": templates}})
+    for template in unfolded["spec"]["templates"]:
+        if _is_stage(template):
+            settings[template["name"]] = _read_tracked_flags(template)
+    return settings
 
 
-def _tracked(template: JsonMapping) -> dict[str, str]:
-    """Return the flags that a stage compares with those of its committed output; all if it is not installed here."""
+def _read_tracked_flags(template: JsonMapping) -> dict[str, str]:
+    """Read the flags that a stage compares with those of its committed output.
+
+    These are all flags of a stage that is not installed here.
+    """
     command = template["container"]["command"]
     words = [str(word) for word in template["container"].get("args", ())]
-    flags = {
-        name.removeprefix("--"): value
-        for name, value in itertools.pairwise(words)
-        if name.startswith("--")
-    }
+    flags: dict[str, str] = {}
+    for word, value in itertools.pairwise(words):
+        if word.startswith("--"):
+            flags[word.removeprefix("--")] = value
     component = find_component(command[-1], template["name"]) if "-m" in command else None
     if component is None:
         return flags
-    untracked = {*map(to_kebab_case, component.untracked)}
-    flags = {name: value for name, value in flags.items() if name not in untracked}
+    for parameter in component.untracked:
+        flags.pop(to_kebab_case(parameter), None)
     if component.identity is input_identity and "engine-args" in flags:
-        asked = input_identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
-        flags["engine-args"] = dump_canonical_json(asked)
+        # Of the options of an engine only some change the completions.
+        options = SimpleNamespace(engine_args=json.loads(flags["engine-args"]))
+        flags["engine-args"] = dump_canonical_json(input_identity(options))
     return flags
 
 
 def _is_stage(template: JsonMapping) -> bool:
-    """Return whether a template runs a stage, not a server or a step that only calls the cluster's API."""
+    """Return whether a template runs a stage, not a server or a step that only calls the cluster's
+    API.
+    """
     command = (template.get("container") or {}).get("command", ())
-    return (
-        bool(command)
-        and not template.get("daemon")
-        and not any("tuneloop.cluster" in word for word in command)
-    )
+    is_step = any("tuneloop.cluster" in word for word in command)
+    return bool(command) and not is_step and not template.get("daemon")
 
 
-def _has_made_a_version(workflow: JsonMapping) -> bool:
-    spec = effective_spec(workflow)
-    made = {name for name, role in read_loop({"spec": spec}).items() if role == "trainer"}
-    made |= {pod["name"]} if (pod := find_pod({"spec": spec})) else set()
+def _has_version(workflow: JsonMapping) -> bool:
+    """Return whether the loop of a workflow has made a version."""
+    description = {"spec": effective_spec(workflow)}
+    trainers = {name for name, role in read_loop(description).items() if role == "trainer"}
+    pod = find_pod(description)
+    if pod:
+        # It runs several stages, and succeeds when the last iteration has trained.
+        trainers.add(pod["name"])
     return any(
-        node.template in made and node.phase == "Succeeded"
+        node.template in trainers and node.phase == "Succeeded"
         for node in read_nodes(workflow).values()
     )
 
 
-def create_numbered(cluster: Connection, made: JsonMapping, run: str, at: int) -> str:
-    """Create ``<run>-<at>``, or use the next free number; a workflow that follows the same one is not created again."""
+def create_numbered(cluster: Connection, workflow: JsonMapping, run: str, number: int) -> str:
+    """Create ``<run>-<number>``, or use the next free number, and return the name.
+
+    A workflow that continues the same one is not created again.
+    """
     while True:
-        name = f"{run}-{at}"
+        name = f"{run}-{number}"
         with ignore_refusals(409):
-            return _create(cluster, made, name)
-        found = cluster.get(*WORKFLOWS, name)
-        own, there = (
-            (w["metadata"].get("annotations") or {}).get(run_workflows.CONTINUES)
-            for w in (made, found)
-        )
-        if own and there == own:
-            _create_token(cluster, found)
+            return _create(cluster, workflow, name)
+        existing = cluster.get(*WORKFLOWS, name)
+        previous = _get_previous_name(workflow)
+        if previous and previous == _get_previous_name(existing):
+            # The step that created it may have been killed before it created the token.
+            _create_token(cluster, existing)
             return name
-        at += 1
+        number += 1
 
 
-def _create(cluster: Connection, made: JsonMapping, name: str) -> str:
-    created = cluster.create(*WORKFLOWS, {**made, "metadata": {**made["metadata"], "name": name}})
+def _get_previous_name(workflow: JsonMapping) -> str | None:
+    """Return the name of the workflow that a workflow continues, if it continues one."""
+    annotations = workflow["metadata"].get("annotations") or {}
+    name: str | None = annotations.get(run_workflows.CONTINUES)
+    return name
+
+
+def _create(cluster: Connection, workflow: JsonMapping, name: str) -> str:
+    """Create a workflow under a name, with the token of its servers, and return the name."""
+    metadata = {**workflow["metadata"], "name": name}
+    created = cluster.create(*WORKFLOWS, {**workflow, "metadata": metadata})
     try:
         _create_token(cluster, created)
-    except (UserError, Retryable):  # it would run without
+    except (UserError, Retryable):
+        # Its servers would start without a token, so it must not run.
         with contextlib.suppress(UserError, Retryable):
             cluster.delete(*WORKFLOWS, name)
         raise
@@ -178,60 +241,80 @@ def _create(cluster: Connection, made: JsonMapping, name: str) -> str:
 
 
 def _create_token(cluster: Connection, workflow: JsonMapping) -> None:
-    """Create the token of a workflow's rollout servers, as a Secret that the workflow owns, unless it exists."""
-    spec = workflow["spec"]
-    name = workflow["metadata"]["name"]
-    uid = workflow["metadata"]["uid"]
-    if not mounts_token(spec):
+    """Create the token of a workflow's rollout servers, as a Secret that the workflow owns, unless
+    it exists.
+    """
+    if not mounts_token(workflow["spec"]):
         return
-    metadata: JsonObject = {"name": TOKEN_SECRET.replace("{{workflow.uid}}", uid)}
-    metadata["ownerReferences"] = [{**OWNER, "name": name, "uid": uid}]
+    metadata = workflow["metadata"]
+    owner = {**OWNER, "name": metadata["name"], "uid": metadata["uid"]}
+    secret = {
+        "metadata": {
+            "name": TOKEN_SECRET.replace("{{workflow.uid}}", metadata["uid"]),
+            "ownerReferences": [owner],
+        },
+        "stringData": {TOKEN_KEY: secrets.token_urlsafe(32)},
+    }
     with ignore_refusals(409):
-        token = {"metadata": metadata, "stringData": {TOKEN_KEY: secrets.token_urlsafe(32)}}
-        cluster.core.create_namespaced_secret(cluster.namespace, token)
+        cluster.core.create_namespaced_secret(cluster.namespace, secret)
 
 
 def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
-    """Stop a run: its stages commit their resume points; its jobs, pods, graphs, reservations and leases are released.
-    Return the number of active workflows. Raises Retryable if they do not end in `timeout` seconds."""
+    """Stop a run: its stages commit their resume points, and all that it holds is released.
+
+    These are its jobs, pods, graphs, reservations and leases.
+
+    Args:
+        cluster: where the run is.
+        run: its name.
+        timeout: seconds for its workflows to end, and then for its pods.
+
+    Returns:
+        The number of workflows that were active.
+
+    Raises:
+        UserError: there is no such run.
+        Retryable: it does not end in time.
+    """
     stopped: set[str] = set()
 
-    def ended() -> bool:
-        active = {
-            w["metadata"]["name"]
-            for w in find_workflows(cluster, run)
-            if get_workflow_phase(w) not in DONE
-        }
-        for name in active - stopped:  # it may just be creating the workflow that continues it
-            cluster.custom.patch_namespaced_custom_object(
-                *WORKFLOWS[:2],
-                cluster.namespace,
-                WORKFLOWS[2],
-                name,
-                {"spec": {"shutdown": "Stop"}},
-            )
+    def has_ended() -> bool:
+        active: set[str] = set()
+        for workflow in find_workflows(cluster, run):
+            if get_workflow_phase(workflow) not in DONE:
+                active.add(workflow["metadata"]["name"])
+        # Each time: one may just be creating the workflow that continues it.
+        for name in active - stopped:
+            _patch_workflow(cluster, name, {"spec": {"shutdown": "Stop"}})
             stopped.add(name)
         return not active
 
-    wait_until(ended, timeout, f"{run}: workflow did not end")
+    wait_until(has_ended, timeout, f"{run}: workflow did not end")
     selector = f"{RUN_LABEL}={run}"
-    live = ("Pending", "Running")
-    how = {
-        "label_selector": selector,
-        "propagation_policy": "Background",
-    }  # a Job would leave its pods
-    for kind in KINDS.values():  # jobs of several pods outlive the step that started them
-        with ignore_refusals(403, 404):  # not installed, or not permitted to this account
-            place = (*kind.api[:2], cluster.namespace, kind.api[2])
-            cluster.custom.delete_collection_namespaced_custom_object(*place, **how)
-    over = f"{run}: pods did not end"
-    wait_until(
-        lambda: all(pod.status.phase not in live for pod in cluster.list_pods(selector)),
-        timeout,
-        over,
-    )
-    with ignore_refusals(403, 404):  # no graphs or claims, or not permitted to this account
-        end_graphs(cluster, run)  # a terminated workflow runs no exit handler
+    # Jobs of several pods outlive the step that started them.
+    for kind in KINDS.values():
+        group, version, plural = kind.api
+        # Not installed, or not permitted to this account.
+        with ignore_refusals(403, 404):
+            cluster.custom.delete_collection_namespaced_custom_object(
+                group,
+                version,
+                cluster.namespace,
+                plural,
+                label_selector=selector,
+                # By default a Job would leave its pods.
+                propagation_policy="Background",
+            )
+
+    def have_pods_ended() -> bool:
+        pods = cluster.list_pods(selector)
+        return all(pod.status.phase not in ("Pending", "Running") for pod in pods)
+
+    wait_until(have_pods_ended, timeout, f"{run}: pods did not end")
+    # The cluster may have no graphs or claims, or not permit this account to change them.
+    with ignore_refusals(403, 404):
+        # A terminated workflow runs no exit handler.
+        end_graphs(cluster, run)
     with ignore_refusals(403, 404):
         release_ended_runs(cluster)
     release_leases(cluster, run)
@@ -239,33 +322,59 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     return len(stopped)
 
 
+def _patch_workflow(cluster: Connection, name: str, patch: JsonMapping) -> None:
+    """Merge `patch` into a workflow."""
+    group, version, plural = WORKFLOWS
+    cluster.custom.patch_namespaced_custom_object(
+        group,
+        version,
+        cluster.namespace,
+        plural,
+        name,
+        patch,
+    )
+
+
 def delete_forgotten_pods(cluster: Connection) -> None:
-    """Delete successful pods that Argo's controller has forgotten, and with them their Kueue Workloads. Pods that the
-    account may not delete are kept, and those of a workflow with another delay than ours. Failures are printed."""
-    selector = f"{RUN_LABEL},workflows.argoproj.io/completed=false"  # the pods that it keeps have another label
-    workflows: dict[str, list[str]] = {}
+    """Delete successful pods that Argo's controller has forgotten, and with them their Kueue
+    Workloads.
+
+    Pods that the account may not delete are kept, and those of a workflow with another delay than
+    ours. Failures are printed.
+    """
     try:
-        for pod in cluster.list_pods(selector, field_selector="status.phase=Succeeded", limit=500):
-            changes = [each.last_transition_time for each in pod.status.conditions or ()]
-            changed = max(filter(None, changes), default=pod.metadata.creation_timestamp)
-            if time.time() - changed.timestamp() > FORGOTTEN_S:
-                workflows.setdefault(pod.metadata.labels[WORKFLOW_LABEL], []).append(
-                    pod.metadata.name
-                )
-        for workflow, pods in workflows.items():
-            found = cluster.find(*WORKFLOWS, workflow) or {}
-            ours = found.get("spec", {}).get("podGC", {}).get("deleteDelayDuration") == DELETE_DELAY
-            for name in pods if ours and get_workflow_phase(found) in DONE else ():
-                with ignore_refusals(
-                    403, 404
-                ):  # not permitted to this account, or deleted meanwhile
-                    cluster.core.delete_namespaced_pod(name, cluster.namespace)
+        for workflow_name, pods in _find_forgotten_pods(cluster).items():
+            workflow = cluster.find(*WORKFLOWS, workflow_name) or {}
+            delay = workflow.get("spec", {}).get("podGC", {}).get("deleteDelayDuration")
+            if delay != DELETE_DELAY or get_workflow_phase(workflow) not in DONE:
+                continue
+            for pod_name in pods:
+                # Not permitted to this account, or deleted meanwhile.
+                with ignore_refusals(403, 404):
+                    cluster.core.delete_namespaced_pod(pod_name, cluster.namespace)
     except (UserError, Retryable) as error:
         print_diagnostic(f"note: pods that Argo's controller has forgotten may stay: {error}", 0)
 
 
+def _find_forgotten_pods(cluster: Connection) -> dict[str, list[str]]:
+    """Return workflow → its pods that succeeded more than `FORGOTTEN_S` ago."""
+    # The pods that the controller keeps on purpose have another label.
+    selector = f"{RUN_LABEL},workflows.argoproj.io/completed=false"
+    pods = cluster.list_pods(selector, field_selector="status.phase=Succeeded", limit=500)
+    forgotten: dict[str, list[str]] = {}
+    for pod in pods:
+        metadata = pod.metadata
+        times = [condition.last_transition_time for condition in pod.status.conditions or ()]
+        last_change = max(filter(None, times), default=metadata.creation_timestamp)
+        if time.time() - last_change.timestamp() > FORGOTTEN_S:
+            forgotten.setdefault(metadata.labels[WORKFLOW_LABEL], []).append(metadata.name)
+    return forgotten
+
+
 def wait_for_run(cluster: Connection, run: str) -> int:
-    """Wait until the newest workflow of a run ends, also while the API server is away; return its `exit_code`."""
+    """Wait until the newest workflow of a run ends, also while the API server is away; return its
+    `exit_code`.
+    """
     newest = find_workflows(cluster, run)[-1]
     while get_workflow_phase(newest) not in DONE:
         time.sleep(2.0)
@@ -274,9 +383,13 @@ def wait_for_run(cluster: Connection, run: str) -> int:
 
 
 def exit_code(workflow: JsonMapping) -> int:
-    """Return the exit code of `submit --wait`: 0 if a workflow succeeded; 2, 3 or 75 if a stage ended so; else 1."""
+    """Return the exit code of `submit --wait`: 0 if a workflow succeeded; 2, 3 or 75 if a stage
+    ended so; else 1.
+    """
     if get_workflow_phase(workflow) == "Succeeded":
         return 0
-    return choose_exit_code(
-        {n.exit_code for n in read_nodes(workflow).values() if n.phase in ("Failed", "Error")}
-    )
+    codes: set[int | None] = set()
+    for node in read_nodes(workflow).values():
+        if node.phase in ("Failed", "Error"):
+            codes.add(node.exit_code)
+    return choose_exit_code(codes)

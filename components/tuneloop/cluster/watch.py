@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from queue import SimpleQueue
@@ -15,7 +15,12 @@ from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_phase
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonMapping
-from tuneloop.kube.connection import Connection, list_status_nodes, retry_until_available
+from tuneloop.kube.connection import (
+    ApiRefusal,
+    Connection,
+    list_status_nodes,
+    retry_until_available,
+)
 from tuneloop.local.journal import Node
 from tuneloop.runs.stages import find_job_stage
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
@@ -50,53 +55,61 @@ class Status:
 
 
 def read_status(cluster: Connection, run: str) -> Status:
-    """Read the status of a run from the cluster. Raises UserError where the cluster has no such run."""
-    found = find_workflows(cluster, run)
-    merged = {key: node for workflow in found for key, node in read_nodes(workflow).items()}
-    asked = {
-        each["name"]: each.get("value")
-        for each in found[-1]["spec"].get("arguments", {}).get("parameters", ())
-    }
-    spent = [
-        item for w in found for item in w.get("status", {}).get("resourcesDuration", {}).items()
-    ]
+    """Read the status of a run from the cluster.
+
+    Raises:
+        UserError: the cluster has no such run.
+    """
+    workflows = find_workflows(cluster, run)
+    newest = workflows[-1]
+    nodes: dict[str, Node] = {}
+    seconds = 0.0
+    for workflow in workflows:
+        nodes |= read_nodes(workflow)
+        durations = workflow.get("status", {}).get("resourcesDuration", {})
+        # The resources of all vendors, as nvidia.com/gpu.
+        seconds += sum(value for name, value in durations.items() if name.endswith("/gpu"))
+    uses_claims = any(node.template == TAKE for node in nodes.values())
+    iterations = _read_values(newest["spec"].get("arguments", {})).get("iterations")
     return Status(
         run=run,
-        phase=get_workflow_phase(found[-1]),
-        message=str(found[-1].get("status", {}).get("message", "")),
-        workflows=[str(w["metadata"]["name"]) for w in found],
-        nodes=merged,
-        waiting=_waiting(cluster, run, merged),
-        accelerator_seconds=float(sum(seconds for name, seconds in spent if name.endswith("/gpu"))),
-        claims=_claims(cluster, run)
-        if any(node.template == TAKE for node in merged.values())
-        else {},
-        iterations=int(asked["iterations"]) if asked.get("iterations") else None,
+        phase=get_workflow_phase(newest),
+        message=str(newest.get("status", {}).get("message", "")),
+        workflows=[str(workflow["metadata"]["name"]) for workflow in workflows],
+        nodes=nodes,
+        waiting=_explain_waiting(cluster, run, nodes),
+        accelerator_seconds=seconds,
+        claims=_describe_claims(cluster, run) if uses_claims else {},
+        iterations=int(iterations) if iterations else None,
     )
 
 
 def read_nodes(workflow: JsonMapping) -> dict[str, Node]:
     """Read the nodes of a workflow's status in the order they started."""
-    made = [_node(item) for item in list_status_nodes(workflow)]
-    over = get_workflow_phase(workflow) in DONE
-    ended = _seconds(workflow.get("status", {}).get("finishedAt"))
-    for node in made:
-        if over and node.phase in ("Running", "Pending"):  # not updated for a stopped workflow
-            node.phase, node.message = "Failed", node.message or "ended with the workflow"
-        if (
-            node.phase in DONE and node.started and not node.finished
-        ):  # Argo 3.7 may write no time for a deleted pod
-            later = (
-                each.started
-                for each in made
-                if each.template == node.template and each.started > node.started
-            )
-            node.finished = min(later, default=ended or time.time())
-    return {node.id: node for node in sorted(made, key=lambda n: (n.started, n.name))}
+    nodes = [_read_node(item) for item in list_status_nodes(workflow)]
+    is_over = get_workflow_phase(workflow) in DONE
+    workflow_end = _parse_time(workflow.get("status", {}).get("finishedAt"))
+    for node in nodes:
+        # The controller does not update the nodes of a workflow that was stopped.
+        if is_over and node.phase in ("Running", "Pending"):
+            node.phase = "Failed"
+            node.message = node.message or "ended with the workflow"
+        # Argo 3.7 may write no time for a deleted pod: it ended before its template started again.
+        if node.phase in DONE and node.started and not node.finished:
+            later_starts = [
+                other.started
+                for other in nodes
+                if other.template == node.template and other.started > node.started
+            ]
+            node.finished = min(later_starts, default=workflow_end or time.time())
+    nodes.sort(key=lambda node: (node.started, node.name))
+    return {node.id: node for node in nodes}
 
 
-def _node(item: JsonMapping) -> Node:
+def _read_node(item: JsonMapping) -> Node:
+    """Read a node as the controller writes it."""
     outputs = item.get("outputs", {})
+    exit_code = outputs.get("exitCode")
     return Node(
         id=item["id"],
         name=item["name"],
@@ -107,107 +120,129 @@ def _node(item: JsonMapping) -> Node:
         parent=item.get("boundaryID", ""),
         message=item.get("message", ""),
         daemoned=bool(item.get("daemoned")),
-        started=_seconds(item.get("startedAt")),
-        finished=_seconds(item.get("finishedAt")),
-        exit_code=None if (code := outputs.get("exitCode")) is None else int(code),
+        started=_parse_time(item.get("startedAt")),
+        finished=_parse_time(item.get("finishedAt")),
+        exit_code=None if exit_code is None else int(exit_code),
         progress=item.get("progress", ""),
-        inputs=_values(item.get("inputs", {})),
-        outputs=_values(outputs),
+        inputs=_read_values(item.get("inputs", {})),
+        outputs=_read_values(outputs),
     )
 
 
-def _values(io: JsonMapping) -> dict[str, str]:
-    return {p["name"]: str(p["value"]) for p in io.get("parameters", ()) if "value" in p}
+def _read_values(arguments: JsonMapping) -> dict[str, str]:
+    """Return name → value of the parameters that have one."""
+    parameters = arguments.get("parameters", ())
+    return {item["name"]: str(item["value"]) for item in parameters if "value" in item}
 
 
-def _seconds(stamp: str | None) -> float:
-    return datetime.fromisoformat(stamp).timestamp() if stamp else 0.0
+def _parse_time(text: str | None) -> float:
+    """Return a time of Kubernetes as Unix seconds; 0 if there is none."""
+    return datetime.fromisoformat(text).timestamp() if text else 0.0
 
 
-def _waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[str, str]:
+def _explain_waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[str, str]:
     """Return node, or stage of several pods → why a pod of it does not run yet."""
     selector = f"{RUN_LABEL}={run}"
     pending = [pod for pod in cluster.list_pods(selector) if pod.status.phase == "Pending"]
-    several = any(node.phase not in DONE and find_job_stage(node, nodes) for node in nodes.values())
-    jobs = cluster.list(*JOBSETS, selector=selector) if several else []
-    held = [
-        job for job in jobs if job["spec"].get("suspend")
-    ]  # Kueue admits the whole job, which has no pods before
-    queued = (
-        _workloads(cluster) if held or any(pod.spec.scheduling_gates for pod in pending) else {}
-    )
-    told = {
-        (pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name): _why(pod, queued)
-        for pod in pending
-    }
-    for job in held:
-        about = job["metadata"]
-        pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]
-        node = pod.get("annotations", {}).get(NODE_NAME, about["name"])
-        told[node] = _why_queued(about["labels"], about["name"], queued)
-    return told | _describe_ray_clusters(cluster, selector)
+    suspended: list[JsonMapping] = []
+    if any(node.phase not in DONE and find_job_stage(node, nodes) for node in nodes.values()):
+        # Kueue admits a job as a whole; before that it has no pods.
+        for job in cluster.list(*JOBSETS, selector=selector):
+            if job["spec"].get("suspend"):
+                suspended.append(job)
+    queue_messages: dict[str, str] = {}
+    if suspended or any(pod.spec.scheduling_gates for pod in pending):
+        queue_messages = _read_queue_messages(cluster)
+    reasons: dict[str, str] = {}
+    for pod in pending:
+        annotations = pod.metadata.annotations or {}
+        node_name = annotations.get(NODE_NAME, pod.metadata.name)
+        reasons[node_name] = _explain_pod(pod, queue_messages)
+    for job in suspended:
+        metadata = job["metadata"]
+        pod_template = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+        annotations = pod_template["metadata"].get("annotations", {})
+        node_name = annotations.get(NODE_NAME, metadata["name"])
+        reasons[node_name] = _explain_queue(metadata["labels"], metadata["name"], queue_messages)
+    return reasons | _explain_ray_jobs(cluster, selector)
 
 
-def _describe_ray_clusters(cluster: Connection, selector: str) -> dict[str, str]:
-    """Return RayJob that does not run yet → its Ray cluster, and what each pod of the cluster waits for."""
-    found = find_object(cluster.list, *RAYJOBS, selector=selector)
-    told: dict[str, str] = {}
-    for job in () if found in (ABSENT, UNSEEN) else found:
-        about = job["metadata"]
+def _explain_ray_jobs(cluster: Connection, selector: str) -> dict[str, str]:
+    """Return RayJob that does not run yet → its Ray cluster, and what each pod of it waits for."""
+    jobs = find_object(cluster.list, *RAYJOBS, selector=selector)
+    reasons: dict[str, str] = {}
+    for job in () if jobs in (ABSENT, UNSEEN) else jobs:
+        metadata = job["metadata"]
         status = job.get("status") or {}
         if job["spec"].get("suspend"):
-            told[about["name"]] = _why_queued(about["labels"], about["name"], _workloads(cluster))
-        elif (
-            status.get("jobStatus", "") in ("", "PENDING")
-            and status.get("jobDeploymentStatus") != "Failed"
-        ):
-            name = status.get("rayClusterName", "")
-            pods = cluster.list_pods(f"ray.io/cluster={name}") if name else ()
-            states = [(p.metadata.labels["ray.io/node-type"], p, p.status.phase) for p in pods]
-            parts = [
-                f"{group} {_why(p, {}) if phase == 'Pending' else phase.lower()}"
-                for group, p, phase in states
-            ]
-            told[about["name"]] = "; ".join(
-                [f"RayCluster {name or 'is not made yet'}", *sorted(parts)]
-            )
-    return told
+            queue_messages = _read_queue_messages(cluster)
+            reason = _explain_queue(metadata["labels"], metadata["name"], queue_messages)
+        elif status.get("jobDeploymentStatus") == "Failed":
+            continue
+        elif status.get("jobStatus", "") not in ("", "PENDING"):
+            # Its program runs, or has ended.
+            continue
+        else:
+            reason = _describe_ray_cluster(cluster, status.get("rayClusterName", ""))
+        reasons[metadata["name"]] = reason
+    return reasons
+
+
+def _describe_ray_cluster(cluster: Connection, name: str) -> str:
+    """Describe a Ray cluster that starts: the state of each of its pods."""
+    if not name:
+        return "RayCluster is not made yet"
+    states: list[str] = []
+    for pod in cluster.list_pods(f"ray.io/cluster={name}"):
+        phase = pod.status.phase
+        state = _explain_pod(pod, {}) if phase == "Pending" else phase.lower()
+        states.append(f"{pod.metadata.labels['ray.io/node-type']} {state}")
+    return "; ".join([f"RayCluster {name}", *sorted(states)])
 
 
 def refresh_claims(cluster: Connection) -> dict[str, str]:
-    """Release the reservations of ended runs, and return claim → the runs that reserve it, and its devices. Raises
-    UserError where the cluster has no claims, or the account may not change them."""
+    """Release the reservations of ended runs, and return claim → its devices, and the runs that
+    reserve it.
+
+    Raises:
+        UserError: the cluster has no claims, or the account may not change them.
+    """
     reservations.release_ended_runs(cluster)
-    return _claims(cluster)
+    return _describe_claims(cluster)
 
 
-def _claims(cluster: Connection, run: str | None = None) -> dict[str, str]:
-    """Return claim → its devices, and the runs that reserve it."""
-    told = {}
+def _describe_claims(cluster: Connection, run: str | None = None) -> dict[str, str]:
+    """Return claim → its devices, and the runs that reserve it; with `run` only the run's claims."""
+    descriptions: dict[str, str] = {}
     for claim in reservations.list_claims(cluster):
-        if run in (None, *(runs := reservations.list_claim_runs(claim))):
-            given = (
-                claim.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ())
-            )
-            devices = (
-                ", ".join(sorted(item["device"] for item in given))
-                or "no device until a pod is scheduled"
-            )
-            has = devices if claim["kind"] == "ResourceClaim" else "a claim for each pod"
-            told[claim["metadata"]["name"]] = f"{has}; runs {', '.join(runs)}"
-    return told
+        runs = reservations.list_claim_runs(claim)
+        if run is None or run in runs:
+            name = claim["metadata"]["name"]
+            descriptions[name] = f"{_describe_devices(claim)}; runs {', '.join(runs)}"
+    return descriptions
 
 
-def _why(pod: Any, queued: Mapping[str, str]) -> str:
+def _describe_devices(claim: JsonMapping) -> str:
+    """Describe the devices that a claim has been given."""
+    if claim["kind"] != "ResourceClaim":
+        return "a claim for each pod"
+    allocation = claim.get("status", {}).get("allocation", {})
+    results = allocation.get("devices", {}).get("results", ())
+    devices = sorted(result["device"] for result in results)
+    return ", ".join(devices) or "no device until a pod is scheduled"
+
+
+def _explain_pod(pod: Any, queue_messages: Mapping[str, str]) -> str:
+    """Explain why a pending pod does not run yet."""
     if pod.spec.scheduling_gates:
-        return _why_queued(pod.metadata.labels, pod.metadata.name, queued)
-    for container in [
-        *(pod.status.init_container_statuses or ()),
-        *(pod.status.container_statuses or ()),
-    ]:
-        held = container.state.waiting
-        if held and held.reason not in ("PodInitializing", "ContainerCreating"):
-            return " ".join(f"{held.reason}: {held.message or ''}".split())
+        return _explain_queue(pod.metadata.labels, pod.metadata.name, queue_messages)
+    statuses = list(pod.status.init_container_statuses or ())
+    statuses += pod.status.container_statuses or ()
+    for status in statuses:
+        waiting = status.state.waiting
+        # Every container says these two for a moment.
+        if waiting and waiting.reason not in ("PodInitializing", "ContainerCreating"):
+            return " ".join(f"{waiting.reason}: {waiting.message or ''}".split())
     for condition in pod.status.conditions or ():
         if condition.type == "PodScheduled" and condition.status == "False":
             devices = ", with the devices of its claim" if pod.spec.resource_claims else ""
@@ -215,20 +250,24 @@ def _why(pod: Any, queued: Mapping[str, str]) -> str:
     return "starting"
 
 
-def _why_queued(labels: Mapping[str, str], name: str, queued: Mapping[str, str]) -> str:
-    return f"queue {labels.get(QUEUE_LABEL, '')}: {queued.get(name, 'not seen by Kueue yet; is the queue there?')}"
+def _explain_queue(labels: Mapping[str, str], name: str, queue_messages: Mapping[str, str]) -> str:
+    """Explain what a pod or job waits for in its queue."""
+    message = queue_messages.get(name, "not seen by Kueue yet; is the queue there?")
+    return f"queue {labels.get(QUEUE_LABEL, '')}: {message}"
 
 
-def _workloads(cluster: Connection) -> dict[str, str]:
+def _read_queue_messages(cluster: Connection) -> dict[str, str]:
     """Return the name of a pod or job → Kueue's message about it."""
-    said = {}
+    messages: dict[str, str] = {}
     for workload in cluster.list(*WORKLOADS):
-        conditions = {c["type"]: c for c in workload.get("status", {}).get("conditions", ())}
-        reserved = conditions.get("QuotaReserved", {})
-        text = reserved.get("message") or "waiting for its turn"
+        message = "waiting for its turn"
+        for condition in workload.get("status", {}).get("conditions", ()):
+            if condition["type"] == "QuotaReserved":
+                is_admitted = condition.get("status") == "True"
+                message = "admitted" if is_admitted else condition.get("message") or message
         for owner in workload["metadata"].get("ownerReferences", ()):
-            said[owner["name"]] = "admitted" if reserved.get("status") == "True" else text
-    return said
+            messages[owner["name"]] = message
+    return messages
 
 
 def read_logs(
@@ -239,49 +278,72 @@ def read_logs(
     follow: bool = False,
     since: str | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield (stage, line) of the logs of a run's pods that still exist; with `since`, the name of a workflow, only for
-    its pods and later ones. Raises UserError if there is no such run, or no pod of `stage`."""
+    """Yield (stage, line) of the logs of a run's pods that still exist.
+
+    Args:
+        cluster: where the run is.
+        run: its name.
+        stage: only the pods of this stage.
+        follow: go on until the run ends, with pods that start meanwhile.
+        since: the name of a workflow: only its pods and later ones.
+
+    Raises:
+        UserError: there is no such run, or no pod of `stage`.
+    """
     lines: SimpleQueue[tuple[str, str]] = SimpleQueue()
-    read: dict[str, threading.Thread] = {}
-    found = find_workflows(cluster, run)
-    created = [w["metadata"]["creationTimestamp"] for w in found if w["metadata"]["name"] == since]
-    begun = _seconds(created[0]) if created else 0.0  # a job's pods do not name their workflow
+    readers: dict[str, threading.Thread] = {}
+    workflows = find_workflows(cluster, run)
+    # By their time, as a job's pods do not name their workflow.
+    begin = 0.0
+    for workflow in workflows:
+        if workflow["metadata"]["name"] == since:
+            begin = _parse_time(workflow["metadata"]["creationTimestamp"])
     while True:
-        over = all(get_workflow_phase(w) in DONE for w in found) or not follow
-        pods = retry_until_available(lambda: cluster.list_pods(f"{RUN_LABEL}={run}"))
-        there = [
-            pod for pod in pods if any(s.state.running or s.state.terminated for s in _mains(pod))
-        ]
-        for pod in sorted(there, key=lambda pod: pod.metadata.creation_timestamp):
+        # Read before the pods: those of a workflow that has ended are all there.
+        is_over = not follow or all(get_workflow_phase(item) in DONE for item in workflows)
+        for pod in _list_started_pods(cluster, run):
             name = get_stage_name(pod)
-            mine = stage in (None, name) and pod.metadata.creation_timestamp.timestamp() >= begun
-            if mine and pod.metadata.uid not in read:
-                reader = threading.Thread(
-                    target=follow_pod, args=(cluster, pod, name, follow, lines), daemon=True
-                )
-                read[pod.metadata.uid] = reader
-                reader.start()
-                if not follow:
-                    reader.join()  # one pod after the other
-        if over:
-            for reader in read.values():
+            is_chosen = stage in (None, name)
+            is_new = pod.metadata.creation_timestamp.timestamp() >= begin
+            if not (is_chosen and is_new) or pod.metadata.uid in readers:
+                continue
+            reader = threading.Thread(
+                target=follow_pod, args=(cluster, pod, name, follow, lines), daemon=True
+            )
+            readers[pod.metadata.uid] = reader
+            reader.start()
+            if not follow:
+                # One pod after the other, so that their lines do not mix.
                 reader.join()
-        while not lines.empty():
-            name, line = lines.get()
-            if " argo=true" not in line and not re.fullmatch(
-                r"Error: exit status \d+", line
-            ):  # Argo's executor
-                yield name, line
-        if over:
-            if stage and not read:
-                raise UserError(
-                    "stage",
-                    stage,
-                    f"has no pod in {run}: it has not run, or its pods are deleted by now",
-                )
+        if is_over:
+            for reader in readers.values():
+                reader.join()
+        yield from _drain(lines)
+        if is_over:
+            if stage and not readers:
+                remedy = f"has no pod in {run}: it has not run, or its pods are deleted by now"
+                raise UserError("stage", stage, remedy)
             return
         time.sleep(1.0)
-        found = retry_until_available(lambda: find_workflows(cluster, run))
+        workflows = retry_until_available(lambda: find_workflows(cluster, run))
+
+
+def _list_started_pods(cluster: Connection, run: str) -> list[Any]:
+    """List the pods of a run whose program has started, oldest first."""
+    pods = [
+        pod
+        for pod in retry_until_available(lambda: cluster.list_pods(f"{RUN_LABEL}={run}"))
+        if any(status.state.running or status.state.terminated for status in _list_mains(pod))
+    ]
+    return sorted(pods, key=lambda pod: pod.metadata.creation_timestamp)
+
+
+def _drain(lines: SimpleQueue[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield the lines that were read, without those of Argo's executor."""
+    while not lines.empty():
+        name, line = lines.get()
+        if " argo=true" not in line and not re.fullmatch(r"Error: exit status \d+", line):
+            yield name, line
 
 
 def get_stage_name(pod: Any) -> str:
@@ -290,8 +352,10 @@ def get_stage_name(pod: Any) -> str:
     return str(name).rsplit(".", 1)[-1].split("(")[0]
 
 
-def _mains(pod: Any) -> list[Any]:
-    return [s for s in pod.status.container_statuses or () if s.name not in ("wait", "init")]
+def _list_mains(pod: Any) -> Sequence[Any]:
+    """List the statuses of a pod's containers without those that Argo adds."""
+    statuses = pod.status.container_statuses or ()
+    return [status for status in statuses if status.name not in ("wait", "init")]
 
 
 def follow_pod(
@@ -300,31 +364,31 @@ def follow_pod(
     """Put (`name`, line) into `lines` for all that the pod's main container prints."""
     from urllib3.exceptions import HTTPError
 
-    container = _mains(pod)[0].name
     try:
         stream = cluster.core.read_namespaced_pod_log(
             pod.metadata.name,
             cluster.namespace,
-            container=container,
+            container=_list_mains(pod)[0].name,
             follow=follow,
             _preload_content=False,
         )
     except (UserError, Retryable) as error:
-        if getattr(error, "status", None) != 404:  # it was deleted meanwhile
+        # A pod that was deleted meanwhile has no log; that is no news.
+        if not isinstance(error, ApiRefusal) or error.status != 404:
             lines.put((name, f"(no log: {error})"))
         return
-    rest = b""
+    incomplete = b""
     try:
         for chunk in stream.stream():
-            *whole, rest = (rest + chunk).split(b"\n")
-            for line in whole:
+            *complete, incomplete = (incomplete + chunk).split(b"\n")
+            for line in complete:
                 lines.put((name, line.decode(errors="replace")))
-    except HTTPError as error:  # the run itself goes on
-        lines.put(
-            (
-                name,
-                f"(the log was cut off here: {type(error).__name__}; `tuneloop cluster logs` prints all)",
-            )
+    except HTTPError as error:
+        # The run itself goes on.
+        note = (
+            f"(the log was cut off here: {type(error).__name__};"
+            " `tuneloop cluster logs` prints all)"
         )
-    if rest:
-        lines.put((name, rest.decode(errors="replace")))
+        lines.put((name, note))
+    if incomplete:
+        lines.put((name, incomplete.decode(errors="replace")))

@@ -14,7 +14,7 @@ from kubernetes.client import Configuration
 
 from tests.unit.cluster.api import Answering
 from tuneloop.argo.resize import ACCOUNT
-from tuneloop.cluster.preflight import _resizes
+from tuneloop.cluster.preflight import _find_resize_problems
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection, build_connection
@@ -112,11 +112,11 @@ def api_of(*resources: str) -> Iterator[Connection]:
 
 def test_a_cluster_that_resizes_no_pods_is_refused() -> None:
     with api_of("pods", "pods/resize") as cluster:
-        assert [*_resizes(cluster, render(ASLEEP))] == []
+        assert [*_find_resize_problems(cluster, render(ASLEEP))] == []
     with api_of("pods", "pods/status") as cluster:
-        (problem,) = _resizes(cluster, render(ASLEEP))
+        (problem,) = _find_resize_problems(cluster, render(ASLEEP))
         assert "Kubernetes 1.33" in str(problem)
-        assert [*_resizes(cluster, render())] == []
+        assert [*_find_resize_problems(cluster, render())] == []
 
 
 def test_the_account_may_resize_pods_and_a_policy_leaves_it_its_own_requests() -> None:

@@ -13,7 +13,7 @@ from tests.unit.cluster.api import kubeconfig, serving
 from tuneloop.cli import run_cli
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.preflight import _allowed
+from tuneloop.cluster.preflight import _find_missing_rights
 from tuneloop.cluster.run_workflows import find_workflows
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.config.loading import find_pipeline
@@ -151,11 +151,11 @@ def test_a_pipeline_without_servers_has_no_token() -> None:
 def test_the_right_to_make_a_token_is_asked_for_where_there_is_one_to_be_made() -> None:
     with serving() as (server, cluster):
         server.refuses.add("secrets")
-        assert not [*_allowed(cluster, prepared("sft"))]
+        assert not [*_find_missing_rights(cluster, prepared("sft"))]
         for workflow in (prepared(), {"spec": {"workflowTemplateRef": {"name": "theirs"}}}):
-            assert "may not create secrets" in str(*_allowed(cluster, workflow))
+            assert "may not create secrets" in str(*_find_missing_rights(cluster, workflow))
         server.refuses = {"workflows"}
-        assert "may not create workflows" in str(*_allowed(cluster, prepared("sft")))
+        assert "may not create workflows" in str(*_find_missing_rights(cluster, prepared("sft")))
 
 
 def test_no_run_begins_where_its_token_may_not_be_made() -> None:

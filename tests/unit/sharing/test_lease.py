@@ -12,7 +12,7 @@ import pytest
 from tests.unit.argo.test_claims import grpo
 from tests.unit.argo.test_turn import SHARED, build
 from tests.unit.cluster.test_launch import Answering, connected
-from tuneloop.cluster.preflight import _turns
+from tuneloop.cluster.preflight import _find_lease_problems
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import Connection
 from tuneloop.sharing.lease_queue import LeaseQueue
@@ -124,16 +124,16 @@ def test_what_the_group_will_refuse_is_said_before(cluster: Connection, server: 
     """By the Lease, where one stands; an idle group takes what comes."""
     assert SHARED.share
     made, theirs = build(1), SHARED.share.patience + 10
-    assert list(_turns(cluster, made)) == []
+    assert list(_find_lease_problems(cluster, made)) == []
     with LeaseGroup(KubernetesLease(cluster, "g"), "g", who="a", patience=theirs).acquire(
         timeout=60
     ):
-        (problem,) = _turns(cluster, made)
+        (problem,) = _find_lease_problems(cluster, made)
         assert (
             problem.field == "cluster.share.patience"
             and f"the runs of group g say {theirs}" in str(problem)
         )
-    assert list(_turns(cluster, made)) == []
+    assert list(_find_lease_problems(cluster, made)) == []
 
 
 def test_a_number_is_nobody_s_again(cluster: Connection, server: Server) -> None:
@@ -169,7 +169,7 @@ def test_what_the_turns_of_any_claim_of_the_group_will_refuse_is_said_before(
 ) -> None:
     """On which of them a run will sit is known once it has taken its seat, and then it is too late."""
     made = grpo("cluster.share.roles=apart", "cluster.share.policy=lrs")
-    assert list(_turns(cluster, made)) == []
+    assert list(_find_lease_problems(cluster, made)) == []
     server.claims = [
         {"metadata": {"name": f"demo-{i}", "creationTimestamp": str(i)}} for i in range(3)
     ]
@@ -180,9 +180,9 @@ def test_what_the_turns_of_any_claim_of_the_group_will_refuse_is_said_before(
         KubernetesLease(cluster, "demo-2"), "demo-2", who="b", policy="fifo", patience=30
     )
     with agrees.acquire(timeout=60):
-        assert list(_turns(cluster, made)) == []
+        assert list(_find_lease_problems(cluster, made)) == []
         with other.acquire(timeout=60):
-            (problem,) = _turns(cluster, made)
+            (problem,) = _find_lease_problems(cluster, made)
     assert problem.field == "cluster.share.policy" and "the runs of group demo-2 say 'fifo'" in str(
         problem
     )
