@@ -13,15 +13,18 @@ from tuneloop.workflow.settings import Cluster
 
 
 def build_reservation_steps(cluster: Cluster) -> list[Container]:
-    """Build the steps that reserve the claims of a workflow, and release them; none if it claims no devices."""
+    """Build the steps that reserve the claims of a workflow, and release them.
+
+    There are none if the workflow claims no devices.
+    """
     share = cluster.share
     if not (share and share.device_class):
         return []
-    seats = dict.fromkeys(claim_output(share, role) for role in (TRAINER, *ROLES.values()))
-    made = [
-        Parameter(name=each, global_name=each, value_from=ValueFrom(path=f"{OUTPUTS}/{each}"))
-        for each in seats
-    ]
+    reservations: list[Parameter] = []
+    # With one claim for all roles they have one output: each is a parameter once.
+    for name in dict.fromkeys(claim_output(share, role) for role in (TRAINER, *ROLES.values())):
+        path = ValueFrom(path=f"{OUTPUTS}/{name}")
+        reservations.append(Parameter(name=name, global_name=name, value_from=path))
     return [
         Container(
             name=name,
@@ -30,7 +33,7 @@ def build_reservation_steps(cluster: Cluster) -> list[Container]:
             args=["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}"],
             **step_fields("tuneloop-claims", cluster),
         )
-        for name, outputs in ((TAKE, made), (GIVE, []))
+        for name, outputs in ((TAKE, reservations), (GIVE, []))
     ]
 
 
@@ -41,19 +44,16 @@ def insert_reservation_steps(workflow: JsonObject) -> None:
     if not share or TAKE not in templates:
         return
     take = templates[TAKE]
-    rendered = json.dumps([each for name, each in templates.items() if name != TAKE])
-    seats = [
-        p
-        for p in take["outputs"]["parameters"]
-        if f"{{{{workflow.outputs.parameters.{p['name']}}}}}" in rendered
+    rendered = json.dumps([item for name, item in templates.items() if name != TAKE])
+    # A claim that no stage of this workflow uses is not reserved.
+    reservations = [
+        parameter
+        for parameter in take["outputs"]["parameters"]
+        if f"{{{{workflow.outputs.parameters.{parameter['name']}}}}}" in rendered
     ]
-    take["outputs"]["parameters"] = seats
-    take["container"]["args"] += [
-        "--share",
-        share.model_dump_json(),
-        "--claims",
-        *(p["name"] for p in seats),
-    ]
+    take["outputs"]["parameters"] = reservations
+    take["container"]["args"] += ["--share", share.model_dump_json(), "--claims"]
+    take["container"]["args"] += [parameter["name"] for parameter in reservations]
     for name in list_entry_templates(workflow):
         tasks = templates[name]["dag"]["tasks"]
         for task in tasks:
@@ -63,33 +63,38 @@ def insert_reservation_steps(workflow: JsonObject) -> None:
 
 
 def add_graph_end(workflow: JsonObject, cluster: Cluster) -> None:
-    """Add an exit handler that ends the run's Dynamo graph, beside the handler that a rendered workflow has."""
-    place = {
+    """Add an exit handler that ends the run's Dynamo graph, beside the handler that a rendered
+    workflow has.
+    """
+    arguments = {
         "workflow": "{{workflow.name}}",
         "namespace": "{{workflow.namespace}}",
         "run": "{{workflow.parameters.run}}",
     }
-    command = ["python", "-m", "tuneloop.cluster.reservations", END]
     with Workflow() as built:
         Container(
             name=END,
-            command=command,
-            args=encode_flags(place),
+            command=["python", "-m", "tuneloop.cluster.reservations", END],
+            args=encode_flags(arguments),
             **step_fields("tuneloop-graphs", cluster),
         )
     spec = workflow["spec"]
     spec["templates"] += built.to_dict()["spec"]["templates"]
-    if before := spec.get("onExit"):
-        both = [{"name": name, "template": name} for name in (before, END)]
-        spec["templates"].append({"name": "end-run", "dag": {"tasks": both}})
-    spec["onExit"] = "end-run" if before else END
+    previous = spec.get("onExit")
+    spec["onExit"] = END
+    if previous:
+        # A workflow has one handler: both are tasks of it, which run at the same time.
+        tasks = [{"name": name, "template": name} for name in (previous, END)]
+        spec["templates"].append({"name": "end-run", "dag": {"tasks": tasks}})
+        spec["onExit"] = "end-run"
 
 
 def list_entry_templates(workflow: JsonMapping) -> list[str]:
     """List the templates at which the workflow, or one that continues it, may start."""
-    found = [workflow["spec"]["entrypoint"]]
+    names = [workflow["spec"]["entrypoint"]]
     for template in workflow["spec"]["templates"]:
         container = template.get("container") or {}
         if "tuneloop.cluster.continue_run" in container.get("command", ()):
-            found.append(container["args"][container["args"].index("--entrypoint") + 1])
-    return list(dict.fromkeys(found))
+            arguments = container["args"]
+            names.append(arguments[arguments.index("--entrypoint") + 1])
+    return list(dict.fromkeys(names))

@@ -61,6 +61,7 @@ def handle_global_options(
     """
 
 
+# In the order in which `tuneloop --help` lists them: before a run, runs, and what came of them.
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "plan": author.plan_pipeline,
     "lint": author.lint_pipeline,

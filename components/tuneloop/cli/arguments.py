@@ -14,6 +14,7 @@ CONFIG = Annotated[
         "--config", "-c", help="YAML file with the configuration; other keys keep their defaults."
     ),
 ]
+# Texts, as the value is YAML: its type is known only when the pipeline is.
 SETS = Annotated[
     list[str] | None,
     typer.Option(
@@ -33,6 +34,7 @@ STORE = Annotated[
 REMOTE_STORE = Annotated[
     str, typer.Option("--store", help="Where pods store artifacts: s3://bucket/runs.")
 ]
+# Unlike a run on this machine it has no default name: that would start a run at each call.
 SUBMITTED = Annotated[
     str, typer.Option("--run", help="Name of the run; the same name again resumes an ended run.")
 ]
@@ -41,6 +43,7 @@ STAGE = Annotated[
     str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")
 ]
 FOLLOW = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run ends.")]
+# Not the default: what was deleted cannot be made again without the devices of the run.
 DELETE = Annotated[
     bool, typer.Option("--delete", help="Delete; without it, only list what would be deleted.")
 ]
@@ -50,6 +53,7 @@ DRY_RUN = Annotated[
 PRIORITY = Annotated[
     str | None, typer.Option("--priority", help="WorkloadPriorityClass of queued stages.")
 ]
+# Only estimates are ignored: what is certain to fail is refused all the same.
 IGNORE_LIMITS = Annotated[
     bool,
     typer.Option(
@@ -57,11 +61,14 @@ IGNORE_LIMITS = Annotated[
         help="Start although an estimate says that memory or the store's room is too small.",
     ),
 ]
+# Tables are for people: their columns may change, and messages in them are cut.
 JSON = Annotated[
     bool,
     typer.Option("--json", help="For programs: nothing is cut; the keys are in docs/commands.md."),
 ]
+# Without a default here, as the one for Argo and the one for KFP differ.
 NAMESPACE = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the runs.")]
+# For commands that read a store: without it they ask no cluster.
 CLUSTER_NAMESPACE = Annotated[
     str | None,
     typer.Option("--namespace", "-n", help="Namespace of runs on a cluster; default: none."),
@@ -70,6 +77,7 @@ CONTEXT = Annotated[
     str | None,
     typer.Option("--context", help="Context of the kubeconfig; default: the current one."),
 ]
+# Without an environment variable: it would make every run one of KFP.
 KFP = Annotated[
     str | None,
     typer.Option("--kfp", metavar="URL", help="URL of Kubeflow Pipelines' API for runs on it."),

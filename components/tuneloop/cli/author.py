@@ -57,6 +57,7 @@ def plan_pipeline(
     machine = choose_machine(definition.read_values(config, sets or ()))
     configured = definition.configure_for(machine, config, sets or ())
     workflow = definition.build(configured.settings)
+    # A price is that of an hour: without hours there is no cost.
     if price is not None and measured is None and device is None:
         raise UserError("--price", price, "needs seconds: give --measured RUN or --device NAME")
     if device is not None and measured is not None:
@@ -129,6 +130,7 @@ def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) 
     settings = definition.configure(config, sets or ())
     workflow = definition.build(settings)
     problems: list[object] = list(lint_workflow(workflow))
+    # `submit` refuses these, too: without them a pipeline would pass that cannot start.
     for limit in find_limits(settings, workflow, read_pods(settings)):
         problems.append(limit.error)
     for problem in problems:
@@ -190,6 +192,7 @@ def print_or_write_text(text: str, output: Path | None) -> None:
         UserError: the file cannot be written.
     """
     if output is None:
+        # The text ends with a line break: -o and a redirection give equal bytes.
         typer.echo(text, nl=False)
         return
     try:
@@ -220,6 +223,7 @@ def print_schema(
         typer.echo(json.dumps(config.model_json_schema(), indent=2))
         return
     settings = list_settings(config)
+    # A section is the part of its keys before a dot.
     prefix = f"{section}." if section else ""
     rows = [
         (setting.key, setting.default, setting.meaning)

@@ -39,8 +39,10 @@ def check_local_run(config: JsonMapping, workflow: JsonMapping, store: str) -> N
         raise UserError(
             "pipeline", str(problems[0]), f"{len(problems)} problems; see `tuneloop lint`"
         )
+    # A step that only a cluster can execute would fail after hours, when it is reached.
     manifest.check_workflow(workflow["spec"])
     Store(store).check_writable()
+    # The options of vLLM differ by its release: those of the installed one count.
     engine = config.get("engine")
     if isinstance(engine, Mapping) and engine.get("kind") == "vllm":
         # The spec of the package is looked up; its import takes seconds.
@@ -73,6 +75,7 @@ def check_limits(limits: Iterable["Limit"], ignore: bool) -> None:
         if limit.is_estimate:
             remedy += "; or start it as it is with --ignore-limits"
         refused.append(UserError(limit.error.field, limit.error.value, remedy))
+    # The first is raised, and so printed last, where it is read first.
     for error in refused[1:]:
         typer.echo(f"error: {error}", err=True)
     if refused:
@@ -99,6 +102,7 @@ def print_followed(configured: "Configured") -> None:
 
 def format_value(value: object) -> str:
     """Format a setting's value as `--set` takes it."""
+    # JSON is YAML in one line.
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -77,6 +77,7 @@ def submit_run(
     from tuneloop.cluster.submit import delete_forgotten_pods
     from tuneloop.config.loading import dump_workflow, find_pipeline
 
+    # Typer has no default for a pair.
     origin, iteration = fork or (None, 0)
     submission = Submission.plan(
         find_pipeline(pipeline),
@@ -92,22 +93,17 @@ def submit_run(
     )
     check_limits(submission.limits, ignore_limits)
     if dry_run:
-        manifests = [submission.workflow]
-        if submission.graph:
-            manifests.insert(0, submission.graph)
-        typer.echo("---\n".join(map(dump_workflow, manifests)), nl=False)
+        typer.echo("---\n".join(map(dump_workflow, submission.list_manifests())), nl=False)
         return 0
     if server:
         if fleet:
-            raise UserError(
-                "--fleet",
-                str(fleet),
-                "needs a kubeconfig; bring the graph up by `tuneloop fleet up`",
-            )
+            remedy = "needs a kubeconfig; bring the graph up by `tuneloop fleet up`"
+            raise UserError("--fleet", str(fleet), remedy)
         return _submit_to_server(submission, server, namespace, wait)
     cluster = connect_to_cluster(namespace, context)
     for warning in submission.check(cluster):
         typer.echo(f"note: {warning}", err=True)
+    # After the checks of the cluster, so that --check reports those, too.
     if check:
         submission.check_name(cluster)
         typer.echo(f"{run}: can be submitted to {cluster.context}, namespace {namespace}")
@@ -142,6 +138,7 @@ def _follow_to_end(
     from tuneloop.cluster.submit import wait_for_run
 
     last_lines = _print_logs(cluster, run, None, follow=True, since=workflow_name)
+    # The logs end with the pods; the phase of the workflow follows a moment later.
     wait_for_run(cluster, run)
     workflows = retry_until_available(lambda: find_workflows(cluster, run))
     return print_verdict(run, workflows, time.monotonic() - start, last_lines, options)
@@ -200,6 +197,7 @@ def schedule_pipeline(
     definition = find_pipeline(pipeline)
     settings = definition.configure(config, sets or ())
     workflow = definition.build(settings)
+    # It runs when nobody watches: an estimate that the user would ignore counts, too.
     check_limits(find_limits(settings, workflow, read_pods(settings)), ignore=False)
     apply_schedule(
         connect_to_cluster(namespace, context),
@@ -382,6 +380,7 @@ def _print_logs(
     last_lines: dict[str, str] = {}
     for name, line in read_logs(cluster, run, stage=stage, follow=follow, since=since):
         typer.echo(f"{name} | {line}")
+        # The last line of a traceback says what went wrong; empty lines may follow it.
         if line.strip():
             last_lines[name] = line.strip()
     return last_lines

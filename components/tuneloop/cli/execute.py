@@ -169,11 +169,13 @@ def run_pipeline(
     settings = definition.validate(resolved)
     workflow = definition.build(settings)
     limits = find_limits(settings, workflow, machine)
+    # A run that begins again has its room already.
     if record is None:
         limits += check_store(workflow, store)
     check_limits(limits, ignore_limits)
     check_local_run(resolved, workflow, store)
     print_followed(configured)
+    # The last check: after it the record of the run is written.
     executor.check_trackers()
     fresh = records.Record(
         run=name,
@@ -273,6 +275,7 @@ def fork_run(
             f"is the name of a run; `tuneloop resume {fork_name}` continues it; or choose another",
         )
     definition = find_pipeline(origin.record.path)
+    # All settings of the origin, also those that followed the model when it started.
     settings = definition.configure(origin.directory / "config.yaml", sets or ())
     workflow = forking.begin_workflow(definition, settings, origin, iteration)
     resolved = settings.model_dump(mode="json")
@@ -314,6 +317,7 @@ def stop_run(
         typer.echo(f"{name}: is not running ({run.phase})")
         return 0
     process = state.workflow.pid
+    # As a shutdown does: the executor ends its stages, which commit their resume points.
     os.kill(process, signal.SIGTERM)
     start = time.monotonic()
     while run.phase == "running":

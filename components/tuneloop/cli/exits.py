@@ -38,6 +38,7 @@ def run_command(command: Callable[[], int | None]) -> int:
             errors.print_diagnostic(f"error: {note}", 0)
         return code
     except (KeyboardInterrupt, typer.Abort):
+        # 128 and the number of SIGINT, as a shell has it.
         return errors.print_diagnostic("interrupted", 130)
     except BrokenPipeError:
         # The reader of `tuneloop … | head` has ended: without this, Python's own flush of standard

@@ -133,6 +133,7 @@ def create_graph(
 
     documents = read_yaml_documents("manifest", manifest)
     graph = render_graph(documents, name=name, namespace=namespace, image=image, sets=sets or ())
+    # As `kubectl apply` takes it.
     if dry_run:
         typer.echo(dump_workflow(graph), nl=False)
         return

@@ -61,6 +61,7 @@ def serve_gateway(
         else:
             gateway = _open_cluster_gateway(store, config, audience, context)
         listener = stack.enter_context(bind_address(host, port))
+        # Before the address is printed: whoever reads it may connect at once.
         listener.listen(1024)
         url = f"http://{host}:{listener.getsockname()[1]}"
         typer.echo(f"gateway: {url}", err=True)

@@ -31,6 +31,7 @@ def collect_garbage(
 
     run = open_run(name, store)
     leftovers = find_leftovers(run, keep=keep, idle=idle * 3600)
+    # Before anything is deleted: if that is interrupted, the list says what may be gone.
     for item in leftovers:
         typer.echo(f"{item.key}  {format_size(item.size)}  {item.reason}")
     if delete:

@@ -54,6 +54,7 @@ def show_status(
         "iterations": describe_iterations(run),
         "mean reward": describe_reward(run),
     }
+    # Where an evaluation is newer, the mean reward above says more.
     latest = run.latest_reward()
     if latest and latest.entry.manifest.role == "scorer":
         facts["newest batch"] = (
@@ -88,6 +89,7 @@ def show_logs(
     run = open_run(name, store)
     if run.state is None:
         raise UserError("run", name, "has no logs here: no stage was run on this machine")
+    # Node → the bytes of its log that were printed.
     offsets: dict[str, int] = {}
     while True:
         # Checked before the logs are read: lines that are written meanwhile get another round.
@@ -99,6 +101,7 @@ def show_logs(
             if stage is None or stage in (get_stage_name(node), node.display_name, node.id)
         ]
         if stage and not chosen and not may_grow:
+            # A pod that runs iterations has one log for all of their stages.
             names = ", ".join(dict.fromkeys(get_stage_name(node) for node in pods))
             hint = "; the loop's stages run in `iterations` here" if "iterations" in names else ""
             raise UserError(
@@ -155,6 +158,7 @@ def track_run(
     from tuneloop.ui.report import render_page
 
     names = trackers or list_trackers() or ["mlflow"]
+    # Before the first is opened: a mistake in the second must not leave a mirror in the first.
     for tracker in names:
         find_tracker(tracker)
     cluster = connect_to_cluster(namespace, context) if namespace else None
@@ -202,6 +206,7 @@ def _describe_run(run: "Run") -> JsonObject:
     state = run.state
     limit = state.workflow.parameters.get("iterations") if state else None
     batches = run.training_rewards()
+    # In the order in which docs/commands.md has them.
     description: JsonObject = {"run": run.name}
     description |= _describe_progress(run)
     description |= {

@@ -58,6 +58,7 @@ def render_pipeline(
     """Print the compiled pipeline as YAML. It can be uploaded in the UI; equal settings give equal
     bytes.
     """
+    # kfp compiles into a file, which ends with the block.
     compiled, _ = build_kfp_pipeline(pipeline, config, sets)
     with client.compiled_package(compiled, manifest=manifest) as package:
         print_or_write_text(Path(package).read_text(), output)
@@ -84,6 +85,7 @@ def submit_run(
     """
     from tuneloop.runs.records import check_name
 
+    # KFP would take any name, but the folder of the run in the store has it, too.
     check_name(run, "--run")
     compiled, _ = build_kfp_pipeline(pipeline, config, sets)
     run_id = client.submit_run(
@@ -242,6 +244,7 @@ def connect_to_executor(
             "is the URL for runs on KFP, and --namespace is for runs on Argo: give only one",
         )
     if kfp:
+        # Only here: it needs kfp, which most users of `watch` and `ui` do not have.
         from tuneloop.kfp.progress import describe_progress
 
         backend = client.connect_to_kfp(kfp, "--kfp", "give the API's address")

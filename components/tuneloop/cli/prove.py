@@ -56,6 +56,7 @@ def audit_run(
     proofs: list[Proof] = []
     for proof in audit.audit_run(run):
         proofs.append(proof)
+        # Said as soon as it is found: to hash a large run takes long.
         for problem in proof.problems:
             typer.echo(f"error: {proof.key}: {problem}", err=True)
     facts = _count_proofs(name, proofs)
@@ -312,6 +313,7 @@ def rescore_run(
     _find_modules_here()
     lines: list[tuple[str, ...]] = []
     largest: list[JsonObject] = []
+    # A name alone is the whole score.
     spec = reward if reward.startswith("{") else json.dumps({reward: 1.0})
     for iteration, rows in questions.rescore_run(open_run(name, store), spec):
         changed = [row for row in rows if row["change"]]
@@ -360,6 +362,7 @@ def attest_version(
     """
     from tuneloop.runs import attestation, questions, signatures
 
+    # The key first: it may be wrong, and to read the run takes longer.
     signer = signatures.open_signer(key, certificate or ())
     run = open_run(name, store)
     artifact = questions.find_artifact(run, _name_version(run, version))

@@ -37,6 +37,7 @@ def show_stages(stages: Iterable[StageStatus], places: int = 1) -> None:
         right=numbers,
         cut="newest",
     )
+    # Below the table: a cause is too long for a column.
     for status in statuses:
         if status.cause:
             typer.echo(f"{status.stage}: {status.cause}")
@@ -136,6 +137,7 @@ def write_report(run: Run, output: Path | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render_page(run), encoding="utf-8")
     except OSError as error:
+        # A full disk has a remedy of its own.
         disk = find_disk_error(error, [path])
         if disk and not disk.is_read_only:
             raise disk from error

@@ -44,6 +44,7 @@ def print_table(
         # As `Text`: in a plain text rich would read square brackets as markup.
         table.add_row(*[Text(text, no_wrap=True, overflow="ellipsis") for text in row])
     console = Console()
+    # In a file nothing is cut: `grep` and programs read it.
     console.width = max(console.width, min_width) if sys.stdout.isatty() else sys.maxsize
     with console.capture() as capture:
         console.print(table)

@@ -53,6 +53,7 @@ def serve_ui(
     hosts = [*LOOPBACK, host] if host in LOOPBACK else ["*"]
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind_address(host, port))
+        # Before the address is printed: whoever reads it may connect at once.
         listener.listen(128)
         url_host = f"[{host}]" if ":" in host else host
         typer.echo(f"http://{url_host}:{listener.getsockname()[1]}/", err=True)

@@ -63,6 +63,7 @@ def _collect_results(workflows: Sequence[JsonMapping]) -> dict[str, str]:
         for node in read_nodes(workflow).values():
             if node.type == "Pod":
                 pods.append(node)
+                # A model may be exported more than once: the newest counts.
                 model = node.outputs.get("model", model)
     return {"mean reward": _describe_reward(pods, evaluators), "model": model}
 
@@ -76,6 +77,7 @@ def _describe_failure(
 ) -> str:
     """Describe in one line which stage ended a workflow, and what to do."""
     remedy = "submit it again with this name: it continues where it ended"
+    # With the settings that were refused it would end the same way.
     if code == EXIT_USER:
         remedy += "; with other settings, or under another name if a version was made"
     node = find_failed_pod(read_nodes(workflow).values())

@@ -40,6 +40,7 @@ def show_versions(name: NAME, store: STORE = "runs") -> None:
     """
     from tuneloop.cli.show import show_weights
 
+    # The name of a run has no slash.
     if "/" in name:
         _show_published(name)
         return
@@ -150,6 +151,7 @@ def delete_unused_weights(
 
     unused = delete_unused_versions(_find_root(name, store), keep, pin or (), delete=delete)
     numbers = ", ".join(map(str, unused)) or "none"
+    # What crashed publications left has no version, so that it is not in the list.
     if delete:
         typer.echo(f"dropped: {numbers}")
     else:
@@ -241,6 +243,7 @@ def _verify_checkpoints(run: "Run", version: int | None) -> int:
     """
     from tuneloop.runs.verification import find_state_entry, verify_artifact
 
+    # Otherwise the manifests of older iterations would be taken from an index.
     run.refresh(all_iterations=True)
     versions = [entry.version for entry in run.checkpoints]
     if not versions or version not in (None, *versions):

@@ -2,10 +2,12 @@
 
     python -m tuneloop.cluster.launch job.yaml --namespace tuneloop
 
-A workflow engine runs this where it cannot read a job's state itself: Argo for a TrainJob (Argo's conditions do not
-reach into its list of conditions), Kubeflow Pipelines for every job. An existing job of the same name is followed, so
-that an evicted launcher continues where it was. A failed job is replaced, which resumes the run; a job that is being
-deleted is waited for. SIGTERM ends the job, whose pods commit their resume points, and the launcher exits with 75."""
+A workflow engine runs this where it cannot read a job's state itself: Argo for a TrainJob (Argo's
+conditions do not reach into its list of conditions), Kubeflow Pipelines for every job. An existing
+job of the same name is followed, so that an evicted launcher continues where it was. A failed job is
+replaced, which resumes the run; a job that is being deleted is waited for. SIGTERM ends the job,
+whose pods commit their resume points, and the launcher exits with 75.
+"""
 
 import argparse
 import queue
@@ -15,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +35,6 @@ from tuneloop.kube.connection import (
 )
 from tuneloop.training.torchrun import exit_code
 
-Object = JsonMapping
-
 
 class Kind(NamedTuple):
     """A kind of job: its API, and the label whose value, on its pods, is the job's name."""
@@ -49,32 +50,40 @@ SUBMITTER_ONLY = (
     "entrypointResources",
     "metadata",
 )
-"""Fields of a RayJob that affect the submission of its program, and that only KubeRay's submitter passes on."""
+"""Fields of a RayJob that affect the submission of its program, and that only KubeRay's submitter
+passes on."""
 JOBSET_PODS = "jobset.sigs.k8s.io/jobset-name"
 KINDS = {
     "JobSet": Kind(JOBSETS, JOBSET_PODS),
     "TrainJob": Kind(("trainer.kubeflow.org", "v1alpha1", "trainjobs"), JOBSET_PODS),
     "Job": Kind(("batch", "v1", "jobs"), "batch.kubernetes.io/job-name"),
-    "RayJob": Kind(RAYJOBS, "batch.kubernetes.io/job-name"),  # of the pod that submits
+    # The label of the pod that submits.
+    "RayJob": Kind(RAYJOBS, "batch.kubernetes.io/job-name"),
 }
 
 
-def read_success(status: Object) -> bool | None:
+def read_success(status: JsonMapping) -> bool | None:
     """Read whether a job succeeded, of whatever kind; None while it is under way."""
-    said = {item["type"] for item in status.get("conditions", ()) if item["status"] == "True"}
-    said |= {status.get("terminalState"), status.get("jobStatus")}
-    if (
-        said & {"Failed", "FAILED", "STOPPED"} or status.get("jobDeploymentStatus") == "Failed"
-    ):  # Ray's: not submitted
+    states = {status.get("terminalState"), status.get("jobStatus")}
+    for condition in status.get("conditions", ()):
+        if condition["status"] == "True":
+            states.add(condition["type"])
+    # KubeRay could not submit the program: Ray has no state of it.
+    is_unsubmitted = status.get("jobDeploymentStatus") == "Failed"
+    if is_unsubmitted or states & {"Failed", "FAILED", "STOPPED"}:
         return False
-    return True if said & {"Complete", "Completed", "SUCCEEDED"} else None
+    return True if states & {"Complete", "Completed", "SUCCEEDED"} else None
 
 
-def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: float = 90.0) -> int:
+def launch_job(
+    cluster: Connection, job: JsonMapping, *, poll: float = 1.0, grace: float = 90.0
+) -> int:
     """Create `job` unless it exists and has not failed, print the logs of its pods, and wait for its
     end.
 
     Args:
+        cluster: with the namespace of the job.
+        job: its manifest.
         poll: seconds between two looks at the job.
         grace: seconds after which a RayJob that KubeRay's pod has not submitted is submitted here.
 
@@ -88,57 +97,106 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
     kind = KINDS.get(str(job.get("kind")))
     if kind is None:
         raise UserError("kind", job.get("kind"), f"cannot be launched; known: {', '.join(KINDS)}")
-    name = str(job["metadata"]["name"])
+    _ensure_job(cluster, kind, job, poll)
+    followed = FollowedJob(cluster, kind, str(job["metadata"]["name"]), grace)
+    while True:
+        code = followed.look()
+        if code is not None:
+            return code
+        time.sleep(poll)
+
+
+def _ensure_job(cluster: Connection, kind: Kind, job: JsonMapping, poll: float) -> None:
+    """Create `job`, in place of one of its name that failed, unless one is under way or succeeded."""
+    name = job["metadata"]["name"]
     while not _create(cluster, kind, job):
-        found = cluster.find(*kind.api, name)
-        leaving = found is not None and "deletionTimestamp" in found["metadata"]
-        if (
-            found is not None
-            and not leaving
-            and read_success(found.get("status") or {}) is not False
-        ):
-            break
-        if found is not None and not leaving:
+        existing = cluster.find(*kind.api, name)
+        if existing is not None and "deletionTimestamp" not in existing["metadata"]:
+            if read_success(existing.get("status") or {}) is not False:
+                return
             delete_job(cluster, job, wait=True)
         time.sleep(poll)
-    lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-    read: dict[str, threading.Thread] = {}
-    since = time.monotonic()
-    while True:
-        standing = retry_until_available(lambda: cluster.find(*kind.api, name))
-        if standing is None:
-            raise Retryable(f"{name}: the job was deleted while it was followed")
-        status: Object = standing.get("status") or {}
-        done = read_success(status)
-        stalled = status.get("jobDeploymentStatus") == "Running" and not status.get("jobStatus")
-        since = since if stalled else time.monotonic()
-        if stalled and time.monotonic() - since > grace:
-            print(f"{name}: {submit_entrypoint(standing)}", flush=True)
-            since = time.monotonic()
-        listed = retry_until_available(lambda: cluster.list_pods(f"{kind.pods}={name}"))
+
+
+@dataclass
+class FollowedJob:
+    """A job that is followed to its end, look by look.
+
+    Attributes:
+        cluster: with the namespace of the job.
+        kind: of the job.
+        name: its name.
+        grace: seconds that KubeRay's pod has to submit the program of a RayJob.
+        lines: node and text of the lines that were read and not printed.
+        readers: pod → the thread that reads its log.
+        last_progress: when a RayJob did not wait for its submission, by the monotonic clock.
+    """
+
+    cluster: Connection
+    kind: Kind
+    name: str
+    grace: float
+    lines: queue.SimpleQueue[tuple[str, str]] = field(default_factory=queue.SimpleQueue)
+    readers: dict[str, threading.Thread] = field(default_factory=dict)
+    last_progress: float = field(default_factory=time.monotonic)
+
+    def look(self) -> int | None:
+        """Print what is new; return the exit code of the job, None while it is under way.
+
+        Raises:
+            Retryable: the job was deleted.
+        """
+        job = retry_until_available(lambda: self.cluster.find(*self.kind.api, self.name))
+        if job is None:
+            raise Retryable(f"{self.name}: the job was deleted while it was followed")
+        status: JsonMapping = job.get("status") or {}
+        is_successful = read_success(status)
+        self._submit_if_stalled(job)
+        selector = f"{self.kind.pods}={self.name}"
+        listed = retry_until_available(lambda: self.cluster.list_pods(selector))
         pods = sorted(listed, key=lambda pod: str(pod.metadata.name))
         for pod in pods:
-            states = [each.state for each in pod.status.container_statuses or ()]
-            if pod.metadata.uid not in read and any(
-                state.running or state.terminated for state in states
-            ):
-                own = str(pod.metadata.name).removeprefix(f"{name}-")  # node-0-1-x7k2p
-                arguments = (cluster, pod, own.rpartition("-")[0] or own, True, lines)
-                read[pod.metadata.uid] = threading.Thread(
-                    target=follow_pod, args=arguments, daemon=True
-                )
-                read[pod.metadata.uid].start()
-        if done is not None:
-            for reader in read.values():
+            self._read_log(pod)
+        if is_successful is not None:
+            for reader in self.readers.values():
+                # A node that is gone may keep a connection open: its last lines are not waited for.
                 reader.join(timeout=30)
-        while not lines.empty():
-            print("{}: {}".format(*lines.get()), flush=True)
-        if done is not None:
-            return 0 if done else _code(pods, status)
-        time.sleep(poll)
+        while not self.lines.empty():
+            node, line = self.lines.get()
+            print(f"{node}: {line}", flush=True)
+        if is_successful is None:
+            return None
+        return 0 if is_successful else _choose_code(pods, status)
+
+    def _submit_if_stalled(self, job: JsonMapping) -> None:
+        """Submit the program of a RayJob whose submitter has not done so in time."""
+        status = job.get("status") or {}
+        is_stalled = status.get("jobDeploymentStatus") == "Running" and not status.get("jobStatus")
+        if is_stalled and time.monotonic() - self.last_progress <= self.grace:
+            return
+        if is_stalled:
+            print(f"{self.name}: {submit_entrypoint(job)}", flush=True)
+        self.last_progress = time.monotonic()
+
+    def _read_log(self, pod: Any) -> None:
+        """Start to read the log of a pod whose program has started, once."""
+        statuses = pod.status.container_statuses or ()
+        has_started = any(item.state.running or item.state.terminated for item in statuses)
+        if pod.metadata.uid in self.readers or not has_started:
+            return
+        # Of demo-node-0-1-x7k2p it is node-0-1.
+        suffix = str(pod.metadata.name).removeprefix(f"{self.name}-")
+        node = suffix.rpartition("-")[0] or suffix
+        reader = threading.Thread(
+            target=follow_pod,
+            args=(self.cluster, pod, node, True, self.lines),
+            daemon=True,
+        )
+        self.readers[pod.metadata.uid] = reader
+        reader.start()
 
 
-def submit_entrypoint(job: Object) -> str:
+def submit_entrypoint(job: JsonMapping) -> str:
     """Submit a RayJob's program to its Ray cluster in place of its submitter, and return the result
     as text.
 
@@ -146,24 +204,24 @@ def submit_entrypoint(job: Object) -> str:
     program and follows it (``BuildJobSubmitCommand`` of KubeRay 1.5). A job with a field of
     `SUBMITTER_ONLY` is left to the submitter.
     """
-    fields = [field for field in SUBMITTER_ONLY if job["spec"].get(field)]
+    fields = [name for name in SUBMITTER_ONLY if job["spec"].get(name)]
     if fields:
         return (
             f"it was not submitted; with spec.{fields[0]} only KubeRay's pod can do so: "
             "see why that did not start"
         )
     status = job.get("status") or {}
+    url = f"http://{status['dashboardURL']}/api/jobs/"
     body = {"entrypoint": job["spec"]["entrypoint"], "submission_id": status["jobId"]}
     try:
-        code, answer = send_request(
-            "POST", f"http://{status['dashboardURL']}/api/jobs/", timeout_s=30, body=body
-        )
+        code, answer = send_request("POST", url, timeout_s=30, body=body)
     except Unanswered as error:
         return f"it was not submitted, and the request to its head failed: {error}"
-    return f"its submitter did not start, so it was submitted here: HTTP {code}, {answer.decode(errors='replace')}"
+    text = answer.decode(errors="replace")
+    return f"its submitter did not start, so it was submitted here: HTTP {code}, {text}"
 
 
-def _create(cluster: Connection, kind: Kind, job: Object) -> bool:
+def _create(cluster: Connection, kind: Kind, job: JsonMapping) -> bool:
     """Create `job` unless one of its name exists; return whether it was created."""
     try:
         cluster.create(*kind.api, job)
@@ -178,28 +236,28 @@ def _create(cluster: Connection, kind: Kind, job: Object) -> bool:
         return False
 
 
-def delete_job(cluster: Connection, job: Object, *, wait: bool = False) -> None:
-    """Delete a job without waiting: its pods get SIGTERM. With `wait`, its name is taken until they have ended."""
-    policy = "Foreground" if wait else "Background"  # by default a Job's pods would be kept
-    cluster.delete(*KINDS[str(job["kind"])].api, job["metadata"]["name"], propagation_policy=policy)
+def delete_job(cluster: Connection, job: JsonMapping, *, wait: bool = False) -> None:
+    """Delete a job: its pods get SIGTERM. With `wait`, its name is taken until they have ended."""
+    # By default a Job's pods would be kept.
+    policy = "Foreground" if wait else "Background"
+    kind = KINDS[str(job["kind"])]
+    cluster.delete(*kind.api, job["metadata"]["name"], propagation_policy=policy)
 
 
-def _code(pods: Sequence[Any], status: Object) -> int:
-    """Return the exit code of a failed job; Ray gives its driver's code only in a message."""
+def _choose_code(pods: Sequence[Any], status: JsonMapping) -> int:
+    """Return the exit code of a failed job."""
+    # Ray gives its driver's code only in a message.
     failure = re.search(r"failed with exit code (\d+)", str(status.get("message", "")))
     if failure:
         return int(failure[1])
-    ended = [
-        s.state.terminated
-        for pod in pods
-        for s in pod.status.container_statuses or ()
-        if s.state.terminated
-    ]
-    codes = [
-        128 - state.exit_code if state.exit_code > 128 else state.exit_code
-        for state in ended
-        if state.exit_code
-    ]
+    codes: list[int] = []
+    for pod in pods:
+        for container in pod.status.container_statuses or ():
+            ending = container.state.terminated
+            if ending and ending.exit_code:
+                code = ending.exit_code
+                # A signal is a negative number for torchrun, as for Python.
+                codes.append(128 - code if code > 128 else code)
     return exit_code(codes) if codes else 1
 
 
@@ -214,20 +272,21 @@ def main(argv: Sequence[str]) -> int:
     source.add_argument("file", nargs="?", help="of the job's manifest; -: standard input")
     source.add_argument("--manifest", help="the manifest itself")
     parser.add_argument("--namespace", default=NAMESPACE)
-    given = parser.parse_args(argv)
-    text = given.manifest or (
-        sys.stdin.read() if given.file == "-" else Path(given.file).read_text()
-    )
+    options = parser.parse_args(argv)
+    text = options.manifest
+    if text is None:
+        text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text()
     job: JsonObject = yaml.safe_load(text)
 
     def stop(number: int) -> None:
         raise Interrupted(f"{job['metadata']['name']}: stopped by {signal.Signals(number).name}")
 
     with forward_signals(stop):
-        cluster = connect_to_cluster(given.namespace)
+        cluster = connect_to_cluster(options.namespace)
         try:
             return launch_job(cluster, job)
         except Interrupted:
+            # The engine may start this step again at once: the name has to be free by then.
             delete_job(cluster, job, wait=True)
             raise
 

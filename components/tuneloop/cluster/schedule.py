@@ -1,9 +1,11 @@
 """Run a pipeline again when its data has changed: checked at scheduled times, by the digest of its prompts.
 
-`schedule` creates a WorkflowTemplate (the pipeline) and a CronWorkflow, which only checks the data: it makes the
-prompts again, compares their digest by this module as its last step, and keeps nothing. A run is named ``<name>-<first
-8 digits of the prompts' digest>``, so that new data starts a new run, data of a finished run is skipped, and a failed
-run is resumed. Nothing starts while a run is active, however many workflows it consists of."""
+`schedule` creates a WorkflowTemplate (the pipeline) and a CronWorkflow, which only checks the data:
+it makes the prompts again, compares their digest by this module as its last step, and keeps nothing.
+A run is named ``<name>-<first 8 digits of the prompts' digest>``, so that new data starts a new run,
+data of a finished run is skipped, and a failed run is resumed. Nothing starts while a run is active,
+however many workflows it consists of.
+"""
 
 import argparse
 import copy
@@ -14,9 +16,9 @@ from zoneinfo import ZoneInfo
 
 from tuneloop.argo.jobset import check_names
 from tuneloop.argo.pod_fields import OUTPUTS, SCRATCH
-from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import check_cluster
 from tuneloop.cluster.run_workflows import DONE, as_template, get_workflow_phase, prepare_workflow
+from tuneloop.cluster.submit import create_workflow
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.artifacts import split_ref
 from tuneloop.core.errors import UserError, report_errors
@@ -33,8 +35,9 @@ CRON = ("argoproj.io", "v1alpha1", "cronworkflows")
 TEMPLATES = ("argoproj.io", "v1alpha1", "workflowtemplates")
 KINDS = {"WorkflowTemplate": TEMPLATES, "CronWorkflow": CRON}
 SAID = "said"
+"""Output of a check's last step, which says what it did."""
 KEPT = 10
-"""Output of a check's last step, which says what it did; how many successful and failed checks are kept."""
+"""How many successful and failed checks are kept."""
 
 
 def apply_schedule(
@@ -47,33 +50,47 @@ def apply_schedule(
     timezone: str | None = None,
     priority: str | None = None,
 ) -> None:
-    """Create or change the schedule `name`; active runs keep the settings with which they were started. `workflow` is
-    a pipeline with a stage `data_prep`; `timezone` is that of `cron`, such as Europe/Prague, by default the
-    controller's, mostly UTC. Raises UserError without such a stage, time or zone, if the name is too long or is used by
-    another object, or if `preflight.check_cluster` refuses the workflow."""
+    """Create or change the schedule `name`; active runs keep the settings with which they started.
+
+    Args:
+        cluster: with the namespace of the runs.
+        workflow: a rendered pipeline with a stage `data_prep`.
+        name: of the schedule, with which the names of its runs begin.
+        store: where the runs commit artifacts.
+        cron: when the data is checked, in five fields.
+        timezone: that of `cron`, such as Europe/Prague; None: the controller's, mostly UTC.
+        priority: the priority class of the runs' queued stages.
+
+    Raises:
+        UserError: the pipeline has no such stage, the time or the zone is wrong, the name is too
+            long or is used by another object, or `preflight.check_cluster` refuses the workflow.
+    """
     check_schedule_name(name)
     check_cron(cron)
-    if timezone:
-        check_timezone(timezone)
-    made = prepare_workflow(
+    prepared = prepare_workflow(
         workflow, run=name, store=store, namespace=cluster.namespace, priority=priority
     )
-    check_names(made, f"{name}-{'0' * DIGITS}")
-    look = build_data_check_spec(made, name)
-    check_cluster(cluster, made)
-    when = {"schedules": [cron], **({"timezone": timezone} if timezone else {})}
-    limits = {
+    check_names(prepared, f"{name}-{'0' * DIGITS}")
+    check_spec = build_data_check_spec(prepared, name)
+    spec: JsonObject = {
+        "schedules": [cron],
         "concurrencyPolicy": "Forbid",
         "successfulJobsHistoryLimit": KEPT,
         "failedJobsHistoryLimit": KEPT,
+        "startingDeadlineSeconds": 300,
+        "workflowSpec": check_spec,
+        "workflowMetadata": {"labels": {LABEL: name}},
     }
-    spec = {**when, **limits, "startingDeadlineSeconds": 300, "workflowSpec": look}
-    spec["workflowMetadata"] = {"labels": {LABEL: name}}
-    specs = {"WorkflowTemplate": template_spec(made, name), "CronWorkflow": spec}
+    if timezone:
+        check_timezone(timezone)
+        spec["timezone"] = timezone
+    check_cluster(cluster, prepared)
+    specs = {"WorkflowTemplate": template_spec(prepared, name), "CronWorkflow": spec}
+    # Neither is changed if one of the two names is taken.
     for kind in specs:
-        _standing(cluster, kind, name)
-    for kind, wanted in specs.items():
-        _apply(cluster, kind, name, wanted)
+        _find_object(cluster, kind, name)
+    for kind, new_spec in specs.items():
+        _apply(cluster, kind, name, new_spec)
 
 
 def template_spec(workflow: JsonMapping, name: str) -> JsonObject:
@@ -85,134 +102,171 @@ def template_spec(workflow: JsonMapping, name: str) -> JsonObject:
 
 
 def delete_schedule(cluster: Connection, name: str) -> None:
-    """Delete the schedule `name`, but not its runs. Raises UserError if there is no such schedule."""
-    standing = {
-        kind: _standing(cluster, kind, name) for kind in ("CronWorkflow", "WorkflowTemplate")
-    }
-    if not any(standing.values()):
+    """Delete the schedule `name`, but not its runs.
+
+    Raises:
+        UserError: there is no such schedule.
+    """
+    objects = [_find_object(cluster, kind, name) for kind in KINDS]
+    if not any(objects):
         raise UserError("schedule", name, f"does not exist in namespace {cluster.namespace}")
-    for kind in standing:
-        cluster.delete(*KINDS[kind], name)
+    # The CronWorkflow first: it would start checks without a template.
+    for api in (CRON, TEMPLATES):
+        cluster.delete(*api, name)
 
 
 def list_schedules(cluster: Connection) -> list[JsonObject]:
-    """List the schedules of the namespace: their `name`, `cron`, `last` scheduled time, and `looks` (checks), newest
-    first; `message` says why the controller starts none. It does not record a time that it skips during a check."""
-    looks = cluster.list(*WORKFLOWS, selector=f"{LABEL},!{RUN_LABEL}")[::-1]
-    found = []
-    for each in cluster.list(*CRON, selector=LABEL):
-        name = each["metadata"]["name"]
-        spec = each["spec"]
-        status = each.get("status", {})
-        when = " ".join(filter(None, [*spec["schedules"], spec.get("timezone")]))
-        wrong = [
-            condition.get("message", condition["type"])
-            for condition in status.get("conditions") or ()
-        ]
-        told = {"message": "; ".join(["suspended"] * spec.get("suspend", False) + wrong)}
-        mine = [_read_look(look) for look in looks if labels_of(look)[LABEL] == name]
-        found.append(
-            {
-                "name": name,
-                "cron": when,
-                "last": status.get("lastScheduledTime"),
-                **told,
-                "looks": mine,
-            }
-        )
-    return found
+    """List the schedules of the namespace.
+
+    Returns:
+        Their `name`, `cron`, `last` scheduled time, and `looks` (checks), newest first; `message`
+        says why the controller starts none. It does not record a time that it skips during a check.
+    """
+    # Checks have the label of their schedule, and unlike runs, none of a run.
+    checks = cluster.list(*WORKFLOWS, selector=f"{LABEL},!{RUN_LABEL}")
+    checks.reverse()
+    schedules: list[JsonObject] = []
+    for item in cluster.list(*CRON, selector=LABEL):
+        name = item["metadata"]["name"]
+        spec = item["spec"]
+        status = item.get("status", {})
+        cron = " ".join(spec["schedules"])
+        if spec.get("timezone"):
+            cron += f" {spec['timezone']}"
+        problems = ["suspended"] if spec.get("suspend") else []
+        for condition in status.get("conditions") or ():
+            problems.append(condition.get("message", condition["type"]))
+        schedule = {
+            "name": name,
+            "cron": cron,
+            "last": status.get("lastScheduledTime"),
+            "message": "; ".join(problems),
+            "looks": [_read_check(check) for check in checks if labels_of(check)[LABEL] == name],
+        }
+        schedules.append(schedule)
+    return schedules
 
 
-def _read_look(workflow: JsonMapping) -> dict[str, str]:
+def _read_check(workflow: JsonMapping) -> dict[str, str]:
     """Read when a workflow checked for new data, its phase, and what it did or why it failed."""
-    pods = [node for node in read_nodes(workflow).values() if node.type == "Pod"]
-    said = [
-        node.outputs.get(SAID) or node.message
-        for node in pods
-        if node.template == "start" or node.phase in BROKEN
-    ]
-    phase = get_workflow_phase(workflow)
+    result = ""
+    for node in read_nodes(workflow).values():
+        if node.type == "Pod" and (node.template == "start" or node.phase in BROKEN):
+            result = node.outputs.get(SAID) or node.message
     return {
         "time": workflow["metadata"]["creationTimestamp"],
-        "phase": phase,
-        "said": said[-1] if said else "",
+        "phase": get_workflow_phase(workflow),
+        "said": result,
     }
 
 
-def _standing(cluster: Connection, kind: str, name: str) -> JsonObject | None:
-    """Return the object of a schedule, or None. Raises UserError for an object that no schedule created."""
-    found = cluster.find(*KINDS[kind], name)
-    if found is not None and labels_of(found).get(LABEL) != name:
-        remedy = f"is a {kind} of namespace {cluster.namespace} that no schedule made; choose another name"
-        raise UserError("schedule", name, remedy)
-    return found
+def _find_object(cluster: Connection, kind: str, name: str) -> JsonObject | None:
+    """Return the object of a schedule, or None.
+
+    Raises:
+        UserError: the name is used by an object that no schedule created.
+    """
+    item = cluster.find(*KINDS[kind], name)
+    if item is not None and labels_of(item).get(LABEL) != name:
+        raise UserError(
+            "schedule",
+            name,
+            f"is a {kind} of namespace {cluster.namespace} that no schedule made; choose another"
+            " name",
+        )
+    return item
 
 
 def build_data_check_spec(workflow: JsonMapping, name: str) -> JsonObject:
-    """Build the spec of the workflow that checks for new data, with the settings of `workflow`."""
+    """Build the spec of the workflow that checks for new data, with the settings of `workflow`.
+
+    Raises:
+        UserError: the pipeline has no stage `data_prep`.
+    """
     spec = copy.deepcopy(workflow["spec"])
-    data = next(
-        (
-            t
-            for t in spec["templates"]
-            if "tuneloop.stages.data_prep" in t.get("container", {}).get("command", ())
-        ),
-        None,
-    )
-    if data is None:
-        raise UserError(
-            "pipeline", name, "has no stage data_prep, whose prompts show whether there is new data"
-        )
-    tasks = (task for t in spec["templates"] for task in t.get("dag", {}).get("tasks", ()))
+    data = _find_data_template(spec, name)
+    tasks = [task for item in spec["templates"] for task in item.get("dag", {}).get("tasks", ())]
     task = dict(next(task for task in tasks if task["template"] == data["name"]))
-    given = [p for p in task["arguments"]["parameters"] if p["name"] != "prompts"]
-    task["arguments"] = {
-        "parameters": [*given, {"name": "prompts", "value": f"file://{SCRATCH}/prompts"}]
-    }
+    parameters = [item for item in task["arguments"]["parameters"] if item["name"] != "prompts"]
+    # The prompts go to the pod's own disk: only their digest is of interest.
+    parameters.append({"name": "prompts", "value": f"file://{SCRATCH}/prompts"})
+    task["arguments"] = {"parameters": parameters}
     task.pop("depends", None)
-    ref = "{{tasks.%s.outputs.parameters.prompts}}" % task["name"]
-    start = {"name": "start", "template": "start", "depends": task["name"]}
-    start["arguments"] = {"parameters": [{"name": "prompts", "value": ref}]}
+    reference = "{{tasks.%s.outputs.parameters.prompts}}" % task["name"]
+    start = {
+        "name": "start",
+        "template": "start",
+        "depends": task["name"],
+        "arguments": {"parameters": [{"name": "prompts", "value": reference}]},
+    }
     main = {"name": "main", "dag": {"tasks": [task, start]}}
+    # A check is no run, so it has neither the label, nor a reservation that an exit handler releases;
+    # the newest checks are kept, whatever their age.
     spec["podMetadata"]["labels"].pop(RUN_LABEL)
-    spec.pop("onExit", None)  # it reserves no claim
-    spec.pop("ttlStrategy", None)  # the newest are kept
-    return {**spec, "entrypoint": "main", "templates": [data, _start(data), main]}
+    spec.pop("onExit", None)
+    spec.pop("ttlStrategy", None)
+    spec["entrypoint"] = "main"
+    spec["templates"] = [data, _build_start(data), main]
+    checked: JsonObject = spec
+    return checked
 
 
-def _start(data: JsonMapping) -> JsonObject:
-    """Build the step that starts a run: a pod like that of `data`, with the right to create workflows."""
-    own = ["--name", "{{workflow.labels.%s}}" % LABEL, "--namespace", "{{workflow.namespace}}"]
-    store = [
+def _find_data_template(spec: JsonMapping, name: str) -> JsonObject:
+    """Return the template of the stage `data_prep`. Raises UserError if there is none."""
+    for template in spec["templates"]:
+        if "tuneloop.stages.data_prep" in template.get("container", {}).get("command", ()):
+            return dict(template)
+    raise UserError(
+        "pipeline", name, "has no stage data_prep, whose prompts show whether there is new data"
+    )
+
+
+def _build_start(data: JsonMapping) -> JsonObject:
+    """Build the step that starts a run: a pod like that of `data`, with the right to create
+    workflows.
+    """
+    container = dict(data["container"])
+    container["command"] = ["python", "-m", "tuneloop.cluster.schedule"]
+    container["args"] = [
+        "--name",
+        "{{workflow.labels.%s}}" % LABEL,
+        "--namespace",
+        "{{workflow.namespace}}",
         "--store",
         "{{workflow.parameters.store}}",
         "--prompts",
         "{{inputs.parameters.prompts}}",
     ]
-    command = {"command": ["python", "-m", "tuneloop.cluster.schedule"], "args": [*own, *store]}
+    # The default is for a step that failed before it had something to say.
+    result = {"name": SAID, "valueFrom": {"path": f"{OUTPUTS}/{SAID}", "default": ""}}
     return {
         **data,
         "name": "start",
         "inputs": {"parameters": [{"name": "prompts"}]},
-        "outputs": {
-            "parameters": [
-                {"name": SAID, "valueFrom": {"path": f"{OUTPUTS}/{SAID}", "default": ""}}
-            ]
-        },
+        "outputs": {"parameters": [result]},
         "serviceAccountName": "tuneloop-continue",
         "automountServiceAccountToken": True,
-        "container": {**data["container"], **command},
+        "container": container,
     }
 
 
 def _apply(cluster: Connection, kind: str, name: str, spec: JsonMapping) -> None:
     """Create the object, or replace the spec of the existing one."""
     group, version, plural = KINDS[kind]
-    body: JsonObject = {"apiVersion": f"{group}/{version}", "kind": kind}
-    body |= {"metadata": {"name": name, "labels": {LABEL: name}}, "spec": spec}
-    while standing := _standing(cluster, kind, name):
-        body["metadata"]["resourceVersion"] = standing["metadata"]["resourceVersion"]
-        with ignore_refusals(409):  # the controller has just written its status
+    metadata: JsonObject = {"name": name, "labels": {LABEL: name}}
+    body: JsonObject = {
+        "apiVersion": f"{group}/{version}",
+        "kind": kind,
+        "metadata": metadata,
+        "spec": spec,
+    }
+    while True:
+        existing = _find_object(cluster, kind, name)
+        if existing is None:
+            break
+        metadata["resourceVersion"] = existing["metadata"]["resourceVersion"]
+        # A conflict: the controller has just written its status.
+        with ignore_refusals(409):
             cluster.custom.replace_namespaced_custom_object(
                 group, version, cluster.namespace, plural, name, body
             )
@@ -221,73 +275,103 @@ def _apply(cluster: Connection, kind: str, name: str, spec: JsonMapping) -> None
 
 
 def start_scheduled_run(cluster: Connection, name: str, store: str, prompts: str) -> str:
-    """Start the run of these prompts unless it has succeeded or one is under way; return a line that says which."""
-    digest = split_ref(prompts)[1]
+    """Start the run of these prompts unless it has succeeded or one is under way.
+
+    Args:
+        cluster: with the namespace of the schedule.
+        name: of the schedule.
+        store: where its runs commit artifacts.
+        prompts: the reference of the artifact, ``URL@digest``.
+
+    Returns:
+        A line that says what was done.
+    """
+    _, digest = split_ref(prompts)
     assert digest, prompts
-    run = f"{name}-{digest.partition(':')[2][:DIGITS]}"
-    mine = [
-        w
-        for w in cluster.list(*WORKFLOWS, selector=LABEL + "=" + name)
-        if RUN_LABEL in labels_of(w)
-    ]
-    if active := [labels_of(w)[RUN_LABEL] for w in mine if get_workflow_phase(w) not in DONE]:
-        return f"skipped: {active[-1]} is under way"
-    same = [w for w in mine if labels_of(w)[RUN_LABEL] == run]
-    if same and get_workflow_phase(same[-1]) == "Succeeded":
+    run = f"{name}-{digest.removeprefix('sha256:')[:DIGITS]}"
+    newest_phase = ""
+    for workflow in cluster.list(*WORKFLOWS, selector=f"{LABEL}={name}"):
+        workflow_run = labels_of(workflow).get(RUN_LABEL)
+        if workflow_run is None:
+            # This check, or an earlier one.
+            continue
+        phase = get_workflow_phase(workflow)
+        if phase not in DONE:
+            return f"skipped: {workflow_run} is under way"
+        if workflow_run == run:
+            newest_phase = phase
+    if newest_phase == "Succeeded":
         return f"skipped: no new data since {run}"
     parameters = [{"name": "run", "value": run}, {"name": "store", "value": store}]
-    spec = {
-        "workflowTemplateRef": {"name": name},
-        "entrypoint": "main",
-        "arguments": {"parameters": parameters},
-    }
-    metadata = {"labels": {RUN_LABEL: run, LABEL: name}}
     body = {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",
-        "metadata": metadata,
-        "spec": spec,
+        "metadata": {"labels": {RUN_LABEL: run, LABEL: name}},
+        "spec": {
+            "workflowTemplateRef": {"name": name},
+            "entrypoint": "main",
+            "arguments": {"parameters": parameters},
+        },
     }
-    return f"started {argo.create_workflow(cluster, body, run)}"
+    return f"started {create_workflow(cluster, body, run)}"
 
 
 _RANGES = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
+"""The limits of minute, hour, day, month and weekday; 0 and 7 are Sunday."""
 _NAMES = {7: "sun mon tue wed thu fri sat", 12: "jan feb mar apr may jun jul aug sep oct nov dec"}
 _ITEM = re.compile(r"(\*|\w+(?:-\w+)?)(?:/(\d+))?")
 
 
 def check_cron(text: str) -> None:
-    """Check the time of a CronWorkflow, as the controller reports a bad one only in a status. Raises UserError."""
-    if re.fullmatch(
-        r"@(yearly|annually|monthly|weekly|daily|midnight|hourly)|@every \d+[smh]", text
-    ):
+    """Check the time of a CronWorkflow, as the controller reports a bad one only in a status.
+
+    Raises:
+        UserError: it is neither a name such as ``@daily``, nor five fields.
+    """
+    names = "yearly|annually|monthly|weekly|daily|midnight|hourly"
+    if re.fullmatch(rf"@({names})|@every \d+[smh]", text):
         return
     fields = text.split()
-    if len(fields) != 5:
+    if len(fields) != len(_RANGES):
         raise UserError(
             "--cron", text, "write five fields (minute hour day month weekday), as in '0 3 * * *'"
         )
     for field, (low, high) in zip(fields, _RANGES):
-        for item in field.split(","):
-            match = _ITEM.fullmatch(item)
-            ends = match[1].split("-") if match and match[1] != "*" else []
-            if match is None or not all(_within(end, low, high) for end in ends):
-                told = f"{field!r} is not a list of numbers from {low} to {high}, ranges or steps"
-                raise UserError("--cron", text, told)
+        if not all(_is_item(item, low, high) for item in field.split(",")):
+            remedy = f"{field!r} is not a list of numbers from {low} to {high}, ranges or steps"
+            raise UserError("--cron", text, remedy)
+
+
+def _is_item(item: str, low: int, high: int) -> bool:
+    """Return whether an item of a field is a star, number, name or range, perhaps with a step."""
+    match = _ITEM.fullmatch(item)
+    if match is None:
+        return False
+    if match[1] == "*":
+        return True
+    return all(_is_within(end, low, high) for end in match[1].split("-"))
+
+
+def _is_within(end: str, low: int, high: int) -> bool:
+    """Return whether a number, or the name of a month or weekday, is within the limits."""
+    if end.isdigit():
+        return low <= int(end) <= high
+    return end.lower() in _NAMES.get(high, "").split()
 
 
 def check_timezone(name: str) -> None:
-    """Check a time zone, as `check_cron` a time. Raises UserError where this machine does not know its name."""
+    """Check a time zone, as `check_cron` a time.
+
+    Raises:
+        UserError: this machine does not know its name.
+    """
     try:
         ZoneInfo(name)
-    except (KeyError, ValueError, OSError):  # OSError: a directory of zones, as Europe is
+    # OSError: a directory of zones, as Europe is.
+    except (KeyError, ValueError, OSError):
         raise UserError(
             "--timezone", name, "is not a time zone; write it as in Europe/Prague or UTC"
         ) from None
-
-
-def _within(end: str, low: int, high: int) -> bool:
-    return low <= int(end) <= high if end.isdigit() else end.lower() in _NAMES.get(high, "").split()
 
 
 @report_errors
@@ -296,12 +380,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.schedule")
     for flag in ("--name", "--namespace", "--store", "--prompts"):
         parser.add_argument(flag, required=True)
-    given = parser.parse_args(argv)
-    said = start_scheduled_run(
-        connect_to_cluster(given.namespace), given.name, given.store, given.prompts
-    )
-    print(said)
-    write_outputs({SAID: said})
+    options = parser.parse_args(argv)
+    cluster = connect_to_cluster(options.namespace)
+    result = start_scheduled_run(cluster, options.name, options.store, options.prompts)
+    print(result)
+    write_outputs({SAID: result})
     return 0
 
 

@@ -27,7 +27,7 @@ def render_servers(workflow: JsonMapping, name: str, config: Any) -> list[JsonOb
     Args:
         workflow: as it is rendered.
         name: of the Deployment and the Service.
-        config: the settings of the pipeline; its `engine.replicas` is the number of pods.
+        config: the settings of the pipeline; its `engine.server.replicas` is the number of pods.
 
     Raises:
         UserError: the workflow starts no server, or one that depends on its run or on a device

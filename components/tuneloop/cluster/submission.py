@@ -103,6 +103,10 @@ class Submission:
         )
         return cls(run, settings, prepared, graph, origin, limits)
 
+    def list_manifests(self) -> list[JsonObject]:
+        """List the objects in the order in which they are created."""
+        return [self.graph, self.workflow] if self.graph else [self.workflow]
+
     def check(self, cluster: Connection) -> list[UserError]:
         """Check that a cluster has all that the run needs, and return warnings of possible waits.
 

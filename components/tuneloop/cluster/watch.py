@@ -14,7 +14,7 @@ from tuneloop.cluster import reservations
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_phase
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import (
     ApiRefusal,
     Connection,
@@ -144,7 +144,7 @@ def _explain_waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -
     """Return node, or stage of several pods → why a pod of it does not run yet."""
     selector = f"{RUN_LABEL}={run}"
     pending = [pod for pod in cluster.list_pods(selector) if pod.status.phase == "Pending"]
-    suspended: list[JsonMapping] = []
+    suspended: list[JsonObject] = []
     if any(node.phase not in DONE and find_job_stage(node, nodes) for node in nodes.values()):
         # Kueue admits a job as a whole; before that it has no pods.
         for job in cluster.list(*JOBSETS, selector=selector):

@@ -44,7 +44,7 @@ def test_a_worker_computes_in_its_turn_and_sleeps_between(
     try:
         with other.acquire() as held:
             request = session.create_model(CreateModel(base_model=base.ref))
-            until(lambda: [seat.who for seat in other.read().waiting] == [session.id])
+            until(lambda: [request.who for request in other.read().waiting] == [session.id])
             assert (
                 held.number == 1
                 and not session.ledger.future(request).done()
