@@ -1,13 +1,16 @@
-"""A calculator: ``<tool_call>{"name": "calculator", "arguments": {"expression": "3 * (4 + 5)"}}</tool_call>``. A turn
-without a call is the final answer; the rewards of the row judge it."""
+"""A calculator, the tool ``calculator`` with the argument ``expression``.
+
+The policy writes ``<tool_call>{"name": "calculator", "arguments": {"expression": "3 * (4 + 5)"}}
+</tool_call>``. A turn without a call is the final answer; the rewards of the row judge it.
+"""
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
-from tuneloop.environments import Call, Environment, Reply, tool_calls
+from tuneloop.core.json_types import JsonMapping
+from tuneloop.environments import Call, Environment, Reply, parse_tool_calls
 
 LONGEST = 200
 """Characters of an expression."""
@@ -17,9 +20,10 @@ BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
+NO_EXPRESSION = "is not an expression of numbers, + - * / and parentheses"
 
 
-def create_environment(row: Mapping[str, Any]) -> Environment:
+def create_environment(row: JsonMapping) -> Environment:
     """Begin an episode in which the policy may calculate."""
     return Calculator()
 
@@ -27,25 +31,34 @@ def create_environment(row: Mapping[str, Any]) -> Environment:
 class Calculator:
     """`Environment` with one tool."""
 
-    def step(self, said: str) -> Reply:
-        calls = tool_calls(said)
-        return Reply("\n".join(_answer(call) for call in calls)) if calls else Reply(done=True)
+    def step(self, turn: str) -> Reply:
+        """Answer each call on a line of its own."""
+        calls = parse_tool_calls(turn)
+        if not calls:
+            return Reply(done=True)
+        return Reply("\n".join(map(_answer_call, calls)))
 
 
 def evaluate_expression(expression: str) -> Fraction:
-    """Compute the exact value of an expression of numbers, ``+ - * /`` and parentheses, without executing code. Raises
-    ValueError where it is something else, too long, or divides by 0."""
+    """Compute the exact value of an expression, without executing code.
+
+    Args:
+        expression: numbers, ``+ - * /`` and parentheses.
+
+    Raises:
+        ValueError: it is something else, too long, or divides by 0.
+    """
     if len(expression) > LONGEST:
         raise ValueError(f"is longer than {LONGEST} characters")
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body)
+        return _compute(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError as error:
         raise ValueError("divides by zero") from error
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError("is not an expression of numbers, + - * / and parentheses") from error
+        raise ValueError(NO_EXPRESSION) from error
 
 
-def _answer(call: Call) -> str:
+def _answer_call(call: Call) -> str:
     if call.problem:
         return f"error: the call {call.problem}"
     expression = call.arguments.get("expression")
@@ -57,21 +70,21 @@ def _answer(call: Call) -> str:
         return f"error: {error}"
     try:
         return str(value) if value.denominator == 1 else f"{float(value):.12g}"
-    except (
-        OverflowError,
-        ValueError,
-    ):  # beyond a float, or beyond the digits that Python writes out
+    except (OverflowError, ValueError):
+        # It is beyond a float, or has more digits than Python writes out.
         return "error: the value is too large"
 
 
-def _value(node: ast.expr) -> Fraction:
+def _compute(node: ast.expr) -> Fraction:
     match node:
+        # To Python True is an integer.
         case ast.Constant(value=bool() | complex()):
             pass
         case ast.Constant(value=int() | float() as number):
+            # The text of a float has the digits that the policy wrote; its bits do not.
             return Fraction(str(number))
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_value(inner)
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in BINARY:
-            return BINARY[type(sign)](_value(left), _value(right))
-    raise ValueError("is not an expression of numbers, + - * / and parentheses")
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_compute(operand)
+        case ast.BinOp(left=first, op=sign, right=second) if type(sign) in BINARY:
+            return BINARY[type(sign)](_compute(first), _compute(second))
+    raise ValueError(NO_EXPRESSION)

@@ -14,7 +14,7 @@ from tests.guess import Guess
 from tests.policies import commit_policy, commit_prompts, tokenizer
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
-from tuneloop.environments import Reply, tool_calls
+from tuneloop.environments import Reply, parse_tool_calls
 from tuneloop.environments.calculator import Calculator, evaluate_expression
 from tuneloop.environments.python import create_environment as create_python
 from tuneloop.formats.rollouts import Completion, Request
@@ -312,7 +312,7 @@ def test_calls_that_are_none() -> None:
         '<tool_call>{</tool_call><tool_call>{"name": "shell"}</tool_call><tool_call>[]</tool_call>'
     )
     said += '<tool_call>{"name": "shell", "arguments": []}</tool_call>'
-    assert [call.problem for call in tool_calls(said)] == [
+    assert [call.problem for call in parse_tool_calls(said)] == [
         "is not JSON",
         "",
         "has no name",

@@ -132,23 +132,20 @@ def _parse_objects(text: str) -> Any:
 
 def _read_calls(value: Any) -> list[Call]:
     """Read the calls in a JSON value. Raises NotCalls: it holds none."""
-    if isinstance(value, dict) and isinstance(value.get("tool_calls"), list):
-        value = value["tool_calls"]
-    if isinstance(value, list):
-        return [call for part in value for call in _read_calls(part)]
-    if not isinstance(value, dict):
-        raise NotCalls("no object")
-    for key in ("function", "function_call"):
-        if isinstance(value.get(key), dict):
-            return _read_calls(value[key])
-    name = value.get("name", value.get("function"))
-    if isinstance(name, str):
-        arguments = value.get("arguments", value.get("parameters", {}))
-        return [Call(name, _read_arguments(arguments))]
-    if len(value) == 1:
-        ((name, arguments),) = value.items()
-        return [Call(name, _read_arguments(arguments))]
-    raise NotCalls("an object without a name")
+    match value:
+        case list():
+            return [call for part in value for call in _read_calls(part)]
+        case {"tool_calls": list() as calls}:
+            return _read_calls(calls)
+        case {"function": dict() as call} | {"function_call": dict() as call}:
+            return _read_calls(call)
+        case {"name": str(name)} | {"function": str(name)}:
+            arguments = value.get("arguments", value.get("parameters", {}))
+        case dict() if len(value) == 1:
+            ((name, arguments),) = value.items()
+        case _:
+            raise NotCalls("no object with a name")
+    return [Call(name, _read_arguments(arguments))]
 
 
 def _read_arguments(value: Any) -> JsonMapping:
