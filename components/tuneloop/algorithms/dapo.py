@@ -1,4 +1,7 @@
-"""DAPO (arXiv 2503.14476): clipped higher above than below, token-mean, dynamic sampling, soft overlong punishment."""
+"""DAPO (arXiv 2503.14476): clipped higher above than below, dynamic sampling, overlong punishment.
+
+Its loss is the mean over tokens.
+"""
 
 from dataclasses import replace
 
@@ -10,11 +13,14 @@ from tuneloop.algorithms._terms import Tensor
 
 
 class Algorithm(grpo.Algorithm):
-    """TRL: ``loss_type="dapo"``, and `max_completion_len`, `soft_punish_cache` of its `get_soft_overlong_punishment`.
+    """GRPO with DAPO's clipping, sampling and punishment.
 
-    Dynamic sampling leaves groups of equal rewards out of the loss and its mean; `rollout --oversampled-prompts`
-    replaces them by others, chosen by scores before the punishment. The punishment is added here, since `reward` sees
-    text and no tokens; it counts the tokens that the policy sampled in all turns of an episode, without the replies."""
+    TRL has it as ``loss_type="dapo"``, and `max_completion_len` and `soft_punish_cache` as those of
+    its `get_soft_overlong_punishment`. Dynamic sampling leaves groups of equal rewards out of the
+    loss and its mean; `rollout --oversampled-prompts` replaces them by others, chosen by scores
+    before the punishment. The punishment is added here, since `reward` sees text and no tokens. It
+    counts the tokens that the policy sampled in all turns of an episode, without the replies.
+    """
 
     epsilon_high: float | None = Field(0.28, gt=0)
     dynamic_sampling: bool = True

@@ -1,4 +1,7 @@
-"""REINFORCE++ (arXiv 2501.03262): no critic and no group; advantages are whitened over all tokens of the batch."""
+"""REINFORCE++ (arXiv 2501.03262): no critic and no group.
+
+Advantages are whitened over all tokens of the batch.
+"""
 
 from typing import Literal
 
@@ -10,8 +13,11 @@ from tuneloop.algorithms._terms import Tensor
 
 
 class Algorithm(PolicyGradient):
-    """A token's return is the reward less β times the KL from this token on (OpenRLHF: ``reinforce``).
-    REINFORCE++-baseline is ``baseline="group"``, for which the paper has ``kl_in="loss", kl_estimator="k2"``."""
+    """A token's return is the reward less β times the KL from this token on.
+
+    OpenRLHF calls it ``reinforce``. REINFORCE++-baseline is ``baseline="group"``, for which the
+    paper has ``kl_in="loss", kl_estimator="k2"``.
+    """
 
     kl_estimator: _terms.Estimator = "k1"
     kl_in: Literal["loss", "reward"] = "reward"
@@ -20,6 +26,7 @@ class Algorithm(PolicyGradient):
     )
 
     def advantages(self, batch: Completions) -> Tensor:
+        """Whiten the returns of the tokens whose completion has a score."""
         import torch
 
         rewards = batch.rewards
@@ -28,9 +35,9 @@ class Algorithm(PolicyGradient):
         values = batch.spread(rewards.where(batch.valid, 0.0))
         if batch.kl is not None and self.kl_in == "reward":
             parts = batch.kl.split(batch.targets.tolist())
-            values = values - self.beta * torch.cat(
-                [part.flip(0).cumsum(0).flip(0) for part in parts]
-            )
+            # Sums from the end: a token answers for what follows it, not for what precedes it.
+            remaining = [part.flip(0).cumsum(0).flip(0) for part in parts]
+            values = values - self.beta * torch.cat(remaining)
         scored = batch.spread(batch.valid)
         result = values.new_zeros(len(values))
         result[scored] = _terms.whiten_values(values[scored])

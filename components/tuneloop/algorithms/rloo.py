@@ -16,12 +16,13 @@ class Algorithm(PolicyGradient):
     normalize_advantages: bool = False
 
     def advantages(self, batch: Completions) -> Tensor:
+        """Compute the difference from the mean of the group's other rewards."""
         values = _terms.leave_one_out(self.shaped(batch), batch.groups, batch.valid)
         scored = values[batch.valid]
         if self.normalize_advantages and len(scored) > 1:
-            values = ((values - scored.mean()) / (scored.std() + _terms.EPSILON)).where(
-                batch.valid, 0.0
-            )
+            normalized = (values - scored.mean()) / (scored.std() + _terms.EPSILON)
+            # What has no score has no advantage, whatever the mean is.
+            values = normalized.where(batch.valid, 0.0)
         return batch.spread(values)
 
     def ratio(self, tokens: Tokens) -> Tensor:
