@@ -1,11 +1,17 @@
 """Objectives: what training maximises, one file an algorithm, found by name.
 
-A policy gradient (for `policy_update`) is a module with a class ``Algorithm``, a `_objective.PolicyGradient`: a
-pydantic model of the options, under TRL's names where TRL has them, with three methods::
+A policy gradient (for `policy_update`) is a module with a class ``Algorithm``, a
+`_objective.PolicyGradient`: a pydantic model of the options, under TRL's names where TRL has them,
+with three methods::
 
-    advantages(completions) -> float32 [targets]          how much better each token is than its baseline
-    loss(tokens) -> (float32 [targets], measures)         one value a token, before it is weighed
-    token_weights(targets) -> float32 [completions]       the weight of each token of a completion in the mean
+    advantages(completions) -> float32 [targets]
+        # how much better each token is than its baseline
+    loss(tokens) -> (float32 [targets], measures)
+        # one value a token, before it is weighed
+    token_weights(targets) -> float32 [completions]
+        # the weight of each token of a completion in the mean
 
-The step is taken on the sum of ``loss * weight`` over a whole mini-batch, however that is cut into micro-batches and
-dealt to ranks. Preference objectives (`preference`) are in `_preference`, shared mathematics in `_terms`."""
+The step is taken on the sum of ``loss * weight`` over a whole mini-batch, however that is cut into
+micro-batches and dealt to ranks. Preference objectives (`preference`) are in `_preference`, shared
+mathematics in `_terms`.
+"""

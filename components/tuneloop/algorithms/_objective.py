@@ -1,4 +1,7 @@
-"""What every policy gradient has: options, an importance weight, a KL term, and how tokens are weighed."""
+"""What every policy gradient has.
+
+These are options, an importance weight, a KL term, and how tokens are weighed.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,8 +20,10 @@ class Completions:
         rewards: float32 ``[completions]``; arbitrary where not valid.
         groups: int64 ``[completions]``, 0 … G-1: completions of one prompt.
         valid: bool ``[completions]``, whether the reward is a score.
-        lengths, targets: int64 ``[completions]``, the tokens that were sampled, and those that the loss sees.
-        kl: float32 ``[targets]``, an estimate for each token of the divergence from the reference; None without one.
+        lengths: int64 ``[completions]``, the tokens that were sampled.
+        targets: int64 ``[completions]``, the tokens that the loss sees.
+        kl: float32 ``[targets]``, an estimate for each token of the divergence from the reference;
+            None without one.
     """
 
     rewards: Tensor
@@ -42,7 +47,8 @@ class Tokens:
         old: of the policy before the first step on these completions, by the trainer.
         advantages: the result of `PolicyGradient.advantages`.
         sequence: int64, 0 … n-1, the completion a token belongs to.
-        engine: of the version that sampled the token, by the engine; None: no correction, and no metrics of it.
+        engine: of the version that sampled the token, by the engine; None: no correction, and no
+            metrics of it.
         reference: of the reference policy; None: no KL term.
     """
 
@@ -55,7 +61,7 @@ class Tokens:
 
 
 class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
-    """``Σ weight · (-w · surrogate + β · ratio · KL)`` with the options that all algorithms share."""
+    """``Σ weight · (-w · surrogate + β · ratio · KL)``, with options that all algorithms share."""
 
     epsilon: float = Field(0.2, gt=0, description="the ratio is clipped below 1 - epsilon")
     epsilon_high: float | None = Field(
@@ -80,7 +86,8 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     kl_in: Literal["loss", "reward"] = Field("loss", description="where the divergence is added")
     use_bias_correction_kl: bool = Field(
         True,
-        description="in the loss: weigh it by the ratio, so that its gradient is that of KL (arXiv 2512.02556)",
+        description="in the loss: weigh it by the ratio, so that its gradient is that of KL "
+        "(arXiv 2512.02556)",
     )
     vllm_importance_sampling_mode: _terms.Correction = Field(
         "token_truncate", description="how the gap between engine and trainer is corrected"
@@ -90,7 +97,8 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     off_policy_mask_threshold: float | None = Field(
         None,
         ge=0,
-        description="drop bad completions that drifted further than this KL (OPSM, arXiv 2512.02556)",
+        description="drop bad completions that drifted further than this KL "
+        "(OPSM, arXiv 2512.02556)",
     )
     mask_truncated_completions: bool = Field(
         False, description="leave completions that reached the limit out"
@@ -101,7 +109,8 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _consistent(self) -> "PolicyGradient":
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        low = self.vllm_importance_sampling_clip_min
+        high = self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ValueError(
                 f"vllm_importance_sampling_clip_min {low} must be below …_clip_max {high}"
@@ -122,28 +131,39 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     def ratio(self, tokens: Tokens) -> Tensor:
         """Compute ``π/π_old`` of each token, or its geometric mean over the completion."""
         log_ratio = tokens.logprobs - tokens.old
+        # A mean of logarithms is the logarithm of the geometric mean.
         if self.importance_sampling_level == "sequence":
             log_ratio = _terms.sequence_mean(log_ratio, tokens.sequence)
         return log_ratio.exp()
 
     def loss(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of each token before `token_weights`, float32 ``[targets]``, and metrics of each, detached.
+        """Compute the loss of each token before `token_weights`, and metrics of each.
 
-        These are ``ratio``, ``clip_fraction`` (0 or 1), and if their inputs are given ``kl``, ``logprob_gap`` (absolute
-        difference of engine and trainer), ``importance_weight`` (ratio before bounds), ``rejected`` (0 or 1)."""
+        Returns:
+            The loss, float32 ``[targets]``, and detached tensors of its shape by name: ``ratio``,
+            ``clip_fraction`` (0 or 1), and if their inputs are given ``kl``, ``logprob_gap``
+            (absolute difference of engine and trainer), ``importance_weight`` (ratio before
+            bounds) and ``rejected`` (0 or 1).
+        """
         ratio = self.ratio(tokens)
         gain, outside = self.surrogate(ratio, tokens)
         values = -gain
         measures = {"ratio": ratio.detach(), "clip_fraction": outside.float()}
         if self.off_policy_mask_threshold is not None:
+            # The policy that sampled is the engine's, where it is known.
             behaviour = tokens.old if tokens.engine is None else tokens.engine
+            # Only bad completions are dropped: to make a good one likelier does no harm.
             drift = _terms.sequence_mean(behaviour - tokens.logprobs.detach(), tokens.sequence)
             values = values * ((tokens.advantages >= 0) | (drift <= self.off_policy_mask_threshold))
         if tokens.engine is not None:
             gap = tokens.old - tokens.engine
-            mode, low = self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_min
-            high = self.vllm_importance_sampling_clip_max
-            weight, raw = _terms.compute_importance_weights(gap, tokens.sequence, mode, low, high)
+            weight, raw = _terms.compute_importance_weights(
+                gap,
+                tokens.sequence,
+                mode=self.vllm_importance_sampling_mode,
+                low=self.vllm_importance_sampling_clip_min,
+                high=self.vllm_importance_sampling_clip_max,
+            )
             values = values * weight
             measures |= {
                 "logprob_gap": gap.abs(),
@@ -158,20 +178,30 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         return values, measures
 
     def token_weights(self, targets: Tensor) -> Tensor:
-        """Compute the weight of each token of a completion in the mean over a mini-batch. `targets` (int64
-        ``[completions]``) counts the target tokens of every completion of the mini-batch, on all ranks."""
+        """Compute the weight of each token of a completion in the mean over a mini-batch.
+
+        Args:
+            targets: int64 ``[completions]``, the target tokens of every completion of the
+                mini-batch, on all ranks.
+
+        Returns:
+            Float32 ``[completions]``.
+        """
         ones = targets.new_ones(targets.shape).float()
         if self.loss_agg_mode == "token-mean":
             return ones / targets.sum()
-        by = (
-            targets
-            if self.loss_agg_mode == "seq-mean-token-mean"
-            else self.max_completion_length * ones
-        )
-        return ones / (by * len(targets))
+        # Each completion counts the same: its sum is divided by its own tokens, or by a constant,
+        # which does not make tokens of long completions count less.
+        divisor = targets
+        if self.loss_agg_mode == "seq-mean-token-sum-norm":
+            divisor = self.max_completion_length * ones
+        return ones / (divisor * len(targets))
 
     def shaped(self, batch: Completions) -> Tensor:
-        """Return the rewards, minus ``β Σ KL`` over the completion if the divergence is part of the reward."""
+        """Return the rewards, float32 ``[completions]``.
+
+        They are less ``β Σ KL`` over the completion, if the divergence is part of the reward.
+        """
         if batch.kl is None or self.kl_in != "reward":
             return batch.rewards
         sums = [float(part.sum()) for part in batch.kl.split(batch.targets.tolist())]

@@ -1,4 +1,7 @@
-"""The base of every preference objective, which knows completions only by their log-ratio to the reference."""
+"""The base of every preference objective.
+
+It knows completions only by their log-ratio to the reference.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,9 +16,11 @@ class Judged:
     """A micro-batch of pairs, alternately chosen and rejected: ``[2 pairs]`` each.
 
     Attributes:
-        ratios: float32, ``log π(y|x) - log π_ref(y|x)``, summed over the completion's tokens, with gradient.
+        ratios: float32, ``log π(y|x) - log π_ref(y|x)``, summed over the completion's tokens, with
+            gradient.
         lengths: int64, the completions' tokens.
-        kl: float32 ``[]``, an estimate of KL(π, π_ref) for the whole batch, at least 0; 0 if it is not needed.
+        kl: float32 ``[]``, an estimate of KL(π, π_ref) for the whole batch, at least 0; 0 if it is
+            not needed.
     """
 
     ratios: Tensor

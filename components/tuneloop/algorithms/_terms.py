@@ -94,8 +94,12 @@ def _list_groups(rewards: Tensor, groups: Tensor, valid: Tensor) -> list[Tensor]
 
     The rounding error of a mean would become an advantage where all rewards are equal.
     """
-    masks = (valid & (groups == group) for group in groups[valid].unique())
-    return [mask for mask in masks if rewards[mask].min() != rewards[mask].max()]
+    masks: list[Tensor] = []
+    for group in groups[valid].unique():
+        mask = valid & (groups == group)
+        if rewards[mask].min() != rewards[mask].max():
+            masks.append(mask)
+    return masks
 
 
 def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
@@ -105,8 +109,8 @@ def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Te
         logprobs: ``log π``.
         reference: ``log π_ref``.
         estimator: with ``x = log π - log π_ref``, k1 is ``x``, without bias and of high variance.
-            k2 is ``x²/2``, whose gradient is that of KL. k3 is ``exp(-x) - 1 + x``, without bias and
-            never negative, with another gradient (that of KL(π_ref, π)).
+            k2 is ``x²/2``, whose gradient is that of KL. k3 is ``exp(-x) - 1 + x``, without bias
+            and never negative, with another gradient (that of KL(π_ref, π)).
     """
     log_ratio = logprobs - reference
     if estimator == "k1":
@@ -117,7 +121,11 @@ def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Te
 
 
 def clip_surrogate(
-    ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float | None
+    ratio: Tensor,
+    advantages: Tensor,
+    low: float,
+    high: float,
+    delta: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute PPO's ``min(r A, clip(r, 1 - low, 1 + high) A)``.
 
@@ -131,14 +139,21 @@ def clip_surrogate(
     Returns:
         The surrogate, and whether clipping removes its gradient (bool).
     """
-    is_clipped = ((ratio < 1 - low) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
+    # The minimum takes the clipped side only where the ratio has already gone the way that the
+    # advantage pulls it.
+    is_too_low = (ratio < 1 - low) & (advantages < 0)
+    is_too_high = (ratio > 1 + high) & (advantages > 0)
     bounded = ratio if delta is None else ratio.clamp(max=delta)
     clipped = ratio.clamp(1 - low, 1 + high) * advantages
-    return (bounded * advantages).minimum(clipped), is_clipped
+    return (bounded * advantages).minimum(clipped), is_too_low | is_too_high
 
 
 def compute_importance_weights(
-    gap: Tensor, sequence: Tensor, mode: Correction, low: float | None, high: float | None
+    gap: Tensor,
+    sequence: Tensor,
+    mode: Correction,
+    low: float | None,
+    high: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute weights that correct for an engine μ other than the policy π_old.
 
@@ -156,6 +171,7 @@ def compute_importance_weights(
     Returns:
         The weights, and the ratio before bounds; both detached.
     """
+    # The weight corrects the expectation; it is no part of what is differentiated.
     gap = gap.detach()
     if mode.startswith("sequence"):
         gap = sequence_sum(gap, sequence)
@@ -183,7 +199,8 @@ def soft_overlong(lengths: Tensor, limit: int, cache: int) -> Tensor:
         limit: tokens from which on the punishment is -1.
         cache: tokens before `limit` over which it falls from 0.
     """
-    return -((lengths - (limit - cache)) / cache).clamp(0.0, 1.0)
+    excess = lengths - (limit - cache)
+    return -(excess / cache).clamp(0.0, 1.0)
 
 
 def whiten_values(values: Tensor) -> Tensor:
@@ -194,4 +211,6 @@ def whiten_values(values: Tensor) -> Tensor:
     # The rounding error of the mean of equal values would become a large advantage.
     if not len(values) or values.min() == values.max():
         return values.new_zeros(values.shape)
-    return (values - values.mean()) * (values.var(correction=0) + 1e-8).rsqrt()
+    centered = values - values.mean()
+    # The constant keeps the root of a tiny variance finite.
+    return centered * (values.var(correction=0) + 1e-8).rsqrt()

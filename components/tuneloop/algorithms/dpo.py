@@ -18,6 +18,7 @@ class Algorithm(Preference):
 
         chosen, rejected = judged.pairs(judged.ratios)
         margin = self.beta * (chosen - rejected)
-        return -(1 - self.label_smoothing) * logsigmoid(margin) - self.label_smoothing * logsigmoid(
-            -margin
-        )
+        # A pair that is the wrong way round has the margin with the other sign.
+        right = -(1 - self.label_smoothing) * logsigmoid(margin)
+        wrong = self.label_smoothing * logsigmoid(-margin)
+        return right - wrong

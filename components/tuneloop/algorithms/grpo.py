@@ -1,4 +1,7 @@
-"""Group relative policy optimization (arXiv 2402.03300): a completion's baseline is its group's mean reward."""
+"""Group relative policy optimization (arXiv 2402.03300).
+
+A completion's baseline is its group's mean reward.
+"""
 
 from tuneloop.algorithms import _terms
 from tuneloop.algorithms._objective import Completions, PolicyGradient
@@ -6,12 +9,20 @@ from tuneloop.algorithms._terms import Tensor
 
 
 class Algorithm(PolicyGradient):
-    """GRPO with every token of the batch weighing the same, as by TRL's default. As published every completion weighs
-    the same: ``loss_agg_mode="seq-mean-token-mean"``, TRL's ``loss_type="grpo"``."""
+    """GRPO with every token of the batch weighing the same, as by TRL's default.
+
+    As published every completion weighs the same: ``loss_agg_mode="seq-mean-token-mean"``, TRL's
+    ``loss_type="grpo"``.
+    """
 
     scale_rewards: _terms.Scale = "group"
 
     def advantages(self, batch: Completions) -> Tensor:
-        return batch.spread(
-            _terms.group_relative(self.shaped(batch), batch.groups, batch.valid, self.scale_rewards)
+        """Compute rewards relative to their group; a completion's tokens share its advantage."""
+        advantages = _terms.group_relative(
+            self.shaped(batch),
+            batch.groups,
+            batch.valid,
+            self.scale_rewards,
         )
+        return batch.spread(advantages)

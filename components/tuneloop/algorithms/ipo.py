@@ -5,7 +5,10 @@ from tuneloop.algorithms._terms import Tensor
 
 
 class Algorithm(Preference):
-    """``(h - 1/(2β))²``, h the difference of the ratios' means over tokens. TRL: DPOTrainer, ``loss_type="ipo"``."""
+    """``(h - 1/(2β))²``, with h the difference of the ratios' means over tokens.
+
+    TRL: DPOTrainer, ``loss_type="ipo"``.
+    """
 
     def loss(self, judged: Judged) -> Tensor:
         chosen, rejected = judged.pairs(judged.ratios / judged.lengths)

@@ -1,4 +1,7 @@
-"""Kahneman-Tversky optimization (arXiv 2402.01306): each completion is good or bad by itself, not within a pair."""
+"""Kahneman-Tversky optimization (arXiv 2402.01306).
+
+Each completion is good or bad by itself, not within a pair.
+"""
 
 from typing import ClassVar
 
@@ -9,7 +12,10 @@ from tuneloop.algorithms._terms import Tensor
 
 
 class Algorithm(Preference):
-    """``w (1 - σ(±β (ratio - KL)))``, the mean over completions. TRL: KTOTrainer, ``loss_type="kto"``."""
+    """``w (1 - σ(±β (ratio - KL)))``, the mean over completions.
+
+    TRL: KTOTrainer, ``loss_type="kto"``.
+    """
 
     needs_kl: ClassVar[bool] = True
     desirable_weight: float = Field(1.0, ge=0)

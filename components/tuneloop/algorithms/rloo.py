@@ -17,7 +17,8 @@ class Algorithm(PolicyGradient):
 
     def advantages(self, batch: Completions) -> Tensor:
         """Compute the difference from the mean of the group's other rewards."""
-        values = _terms.leave_one_out(self.shaped(batch), batch.groups, batch.valid)
+        rewards = self.shaped(batch)
+        values = _terms.leave_one_out(rewards, batch.groups, batch.valid)
         scored = values[batch.valid]
         if self.normalize_advantages and len(scored) > 1:
             normalized = (values - scored.mean()) / (scored.std() + _terms.EPSILON)
@@ -27,4 +28,5 @@ class Algorithm(PolicyGradient):
 
     def ratio(self, tokens: Tokens) -> Tensor:
         """Compute ``π/π_old`` of the completion."""
-        return _terms.sequence_sum(tokens.logprobs - tokens.old, tokens.sequence).exp()
+        log_ratio = tokens.logprobs - tokens.old
+        return _terms.sequence_sum(log_ratio, tokens.sequence).exp()
