@@ -11,6 +11,8 @@ from tuneloop.data import Example, Splits
 
 WORDS = {"+": "plus", "-": "minus", "*": "times"}
 """Operator of Python → the word for it in a prompt."""
+INPUTS = range(-20, 20)
+"""Numbers that functions are called with, by tests."""
 
 
 def load_splits(
@@ -40,7 +42,8 @@ def _make_example(generator: random.Random, steps: int, tests: int) -> Example:
         number = generator.randint(2, 9)
         description += f" {WORDS[sign]} {number}"
         expression = f"({expression} {sign} {number})"
-    calls = [f"f({x})" for x in generator.sample(range(-20, 20), min(tests, 40))]
+    inputs = generator.sample(INPUTS, min(tests, len(INPUTS)))
+    calls = [f"f({x})" for x in inputs]
     names = {"f": eval(f"lambda x: {expression}", {})}
     return Example(
         f"Write f(x), step by step: {description}.\n",

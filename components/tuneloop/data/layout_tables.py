@@ -11,7 +11,14 @@ from typing import NoReturn
 from tuneloop.core.errors import UserError
 from tuneloop.data import BadRow, BadValue, Example, Examples, ExampleStream, ReadExample
 from tuneloop.data.columns import Columns
-from tuneloop.data.layouts import Layout, Values, find_layout, list_layouts, recognise_layout
+from tuneloop.data.layouts import (
+    Companion,
+    Layout,
+    Values,
+    find_layout,
+    list_layouts,
+    recognise_layout,
+)
 from tuneloop.data.readers import ReadRow, Row, Rows, hub
 from tuneloop.data.readers.opening import open_files, read_file
 from tuneloop.formats.sequences import LazySequence, chain_sequences
@@ -46,7 +53,8 @@ class Table:
         """Describe in one line what was recognised."""
         count = "rows as they come" if self.stream is not None else f"{len(self.rows):,} rows"
         paths = self.columns.list_paths()
-        listed = ", ".join(f"{role} from {path}" for role, path in paths.items())
+        sources = [f"{role} from {path}" for role, path in paths.items()]
+        listed = ", ".join(sources)
         if self.layout is None:
             return f"columns as set: {listed}; {count} in {self.origin}"
         override = f"; as set: {listed}" if listed else ""
@@ -86,6 +94,11 @@ class Tables:
     def unread(self) -> tuple[str, ...]:
         """Columns that nothing is read from."""
         return tuple(dict.fromkeys(name for table in self.tables for name in table.unread))
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the rows come one after another, and nobody knows how many there are."""
+        return any(table.stream is not None for table in self.tables)
 
     def describe(self) -> list[str]:
         """Describe what was recognised, in one line for each table."""
@@ -141,17 +154,26 @@ class Opener:
         columns.check(_read_values(files.values()), describe_files(list(files)))
         # A file whose first rows are all damaged is taken as what the first one is.
         usual = next(iter(layouts.values()))
-        files_by_layout: dict[Layout | None, list[str]] = {}
+        members_by_layout: dict[Layout | None, list[str]] = {}
         for file in files:
-            files_by_layout.setdefault(layouts.get(file, usual), []).append(file)
+            layout = layouts.get(file, usual)
+            members_by_layout.setdefault(layout, []).append(file)
         tables: list[Table] = []
-        for layout, members in files_by_layout.items():
-            head = [values for file in members for values in heads[file]]
+        for layout, members in members_by_layout.items():
+            head: list[Values] = []
+            for file in members:
+                head += heads[file]
             rows = chain_sequences([files[file] for file in members])
             if layout is not None and layout.companion is not None:
                 rows = self._join_companion(rows, members, layout.companion)
-            unread = list_unread(head, layout, columns)
-            tables.append(Table(describe_files(members), rows, layout, columns, unread))
+            table = Table(
+                origin=describe_files(members),
+                rows=rows,
+                layout=layout,
+                columns=columns,
+                unread=list_unread(head, layout, columns),
+            )
+            tables.append(table)
         return Tables(tuple(tables))
 
     def open_stream(self, path: str, split: str, seed: int | None) -> Tables:
@@ -163,9 +185,15 @@ class Opener:
         layout = self._choose_layout(head, path)
         columns = self._complete_columns({path: head})
         columns.check(head, path)
-        return Tables(
-            (Table(path, (), layout, columns, list_unread(head, layout, columns), stream),)
+        table = Table(
+            origin=path,
+            rows=(),
+            layout=layout,
+            columns=columns,
+            unread=list_unread(head, layout, columns),
+            stream=stream,
         )
+        return Tables((table,))
 
     def _choose_layout(self, head: Sequence[Values], file: str) -> Layout | None:
         """Choose the layout of a file by its first rows; None where the columns that are set
@@ -200,10 +228,12 @@ class Opener:
                 raise UserError("data.columns.answer_regex", columns.answer_regex, remedy)
         return columns.model_copy(update={"answer": "answer"})
 
-    def _join_companion(self, rows: Rows, files: list[str], companion: tuple[str, str]) -> Rows:
+    def _join_companion(self, rows: Rows, files: list[str], companion: Companion) -> Rows:
         """Join rows with those of a file beside them that have the same key."""
-        pattern, key = companion
-        path = find_companion(files, pattern) if self.answers is None else self.answers
+        key = companion.key
+        path = self.answers
+        if path is None:
+            path = find_companion(files, companion.pattern)
         if path is None:
             return rows
         # All in memory: a leaderboard has a few thousand answers.

@@ -1,5 +1,5 @@
-"""Tasks of reasoning_gym by name. The metadata has what their verifier needs, for the reward of that
-name."""
+"""Tasks of reasoning_gym by name. The metadata has what their verifier needs, for the reward of
+that name."""
 
 import json
 from typing import Any

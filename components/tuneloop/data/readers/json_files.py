@@ -125,13 +125,13 @@ def describe_type(value: object) -> str:
 
 
 def _read_lines(file: BinaryIO) -> list[bytes]:
-    """Return the first lines that are not blank, up to `PROBED`, without a byte order mark; at least
-    one, which may be empty."""
+    """Return the first lines that are not blank, up to `PROBED`, without a byte order mark; at
+    least one, which may be empty."""
     file.seek(0)
     lines: list[bytes] = []
     for line in file:
         text = line.removeprefix(codecs.BOM_UTF8).rstrip()
-        # The first is judged by how it begins, the following also by their indentation.
+        # The first is judged by how it begins, the others also by their indentation.
         if not lines:
             text = text.lstrip()
         if text.strip():
