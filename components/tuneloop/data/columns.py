@@ -77,8 +77,10 @@ class Columns(Settings):
 
     def list_paths(self) -> dict[str, str]:
         """Return role → path of the columns that are set."""
-        roles = self.model_dump(exclude={"metadata", "answer_regex"}, exclude_none=True)
-        return roles | {f"metadata.{name}": path for name, path in self.metadata_paths.items()}
+        paths = self.model_dump(exclude={"metadata", "answer_regex"}, exclude_none=True)
+        for name, path in self.metadata_paths.items():
+            paths[f"metadata.{name}"] = path
+        return paths
 
     @property
     def metadata_paths(self) -> dict[str, str]:

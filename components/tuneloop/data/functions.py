@@ -29,8 +29,9 @@ def load_splits(
         tests: calls that test a program, at most 40.
     """
     generator = random.Random(seed)
-    # Small tasks repeat, and `data_prep` drops repeats: so many more are offered than are wanted.
-    return Splits.of(_make_example(generator, steps, tests) for _ in range(4 * n + 64))
+    # Small tasks repeat, and `data_prep` drops repeats: more are offered than are wanted.
+    count = 4 * n + 64
+    return Splits.of(_make_example(generator, steps, tests) for _ in range(count))
 
 
 def _make_example(generator: random.Random, steps: int, tests: int) -> Example:

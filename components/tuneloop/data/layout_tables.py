@@ -58,8 +58,9 @@ class Table:
         if self.layout is None:
             return f"columns as set: {listed}; {count} in {self.origin}"
         override = f"; as set: {listed}" if listed else ""
-        recognised = f"recognised: {self.layout.title}; {self.layout.summary}{override}"
-        return f"{recognised}, {count} in {self.origin}"
+        title = self.layout.title
+        summary = self.layout.summary
+        return f"recognised: {title}; {summary}{override}, {count} in {self.origin}"
 
     def make_example(self, row: ReadRow) -> ReadExample:
         """Make an example of a row."""
@@ -78,7 +79,11 @@ class Table:
 
     def index_examples(self) -> Sequence[ReadExample]:
         """Return the example of each row, made when it is read."""
-        return LazySequence(len(self.rows), lambda index: self.make_example(self.rows[index]))
+
+        def read(index: int) -> ReadExample:
+            return self.make_example(self.rows[index])
+
+        return LazySequence(len(self.rows), read)
 
 
 @dataclass(frozen=True)
@@ -294,7 +299,8 @@ def read_head(rows: Iterable[ReadRow]) -> list[Values]:
 
 def describe_files(files: Sequence[str]) -> str:
     """Describe one or several files: the only one, or how many there are, and the first."""
-    return files[0] if len(files) == 1 else f"{len(files)} files ({files[0]}, …)"
+    first = files[0]
+    return first if len(files) == 1 else f"{len(files)} files ({first}, …)"
 
 
 def _list_names(head: Iterable[Values]) -> list[str]:
@@ -315,7 +321,8 @@ def list_unread(head: Sequence[Values], layout: Layout | None, columns: Columns)
         paths += layout.columns
     roots = {path.partition(".")[0] for path in paths}
     # A column whose own name has a dot is a path that is no root.
-    return tuple(name for name in _list_names(head) if name not in roots and name not in paths)
+    read_names = roots.union(paths)
+    return tuple(name for name in _list_names(head) if name not in read_names)
 
 
 def _read_values(parts: Iterable[Iterable[ReadRow]]) -> Iterator[Values]:

@@ -182,7 +182,8 @@ class Router:
             # With another answer it was counted as conflicting.
             self.counts.repeated += self.counts.conflicting == conflicting_before
             return None
-        self._homes.setdefault(key, sum(1 << SPLITS.index(split) for split in chosen))
+        bits = [1 << SPLITS.index(split) for split in chosen]
+        self._homes.setdefault(key, sum(bits))
         self.counts.taken.update(new)
         self.counts.nulls += example.nulls > 0
         return RoutedRow(
@@ -219,10 +220,11 @@ class Router:
         home = self._homes.get(key)
         if home is not None:
             at_home = [split for split in fitting if home >> SPLITS.index(split) & 1]
-            chosen = [split for split in at_home if self._has_room(split) or self._may_grow(split)]
             if not at_home:
                 self.counts.held_back += 1
-            elif not chosen:
+                return []
+            chosen = [split for split in at_home if self._has_room(split) or self._may_grow(split)]
+            if not chosen:
                 self.counts.unused += 1
             return chosen
         free = [split for split in fitting if self._has_room(split)]

@@ -155,7 +155,9 @@ def digest_files(sources: Sequence[tuple[str, str]]) -> str | None:
 def _list_bytes(address: str, split: str) -> Iterator[str]:
     """Yield all files whose bytes decide about rows: of ``save_to_disk`` each that it wrote."""
     if hub.is_saved(address):
-        yield from (str(path) for path in sorted(Path(address).rglob("*")) if path.is_file())
+        for path in sorted(Path(address).rglob("*")):
+            if path.is_file():
+                yield str(path)
     else:
         yield from list_files(address, split)
 
