@@ -1,4 +1,4 @@
-"""Rows that are left out, and how many of them may be: ``data.bad_rows``, ``data.wrong_answers``."""
+"""Rows that are left out, and how many may be: ``data.bad_rows``, ``data.wrong_answers``."""
 
 import bisect
 from dataclasses import dataclass, field
@@ -55,7 +55,8 @@ class Budget:
         """Count one row."""
         self.count += 1
         # Rows come in any order; those that stand first in their files are kept.
-        bisect.insort(self._first, Omission(split_numbers(row), row, shorten_text(reason, 120)))
+        omission = Omission(key=split_numbers(row), row=row, reason=shorten_text(reason, 120))
+        bisect.insort(self._first, omission)
         del self._first[SHOWN:]
 
     def list_by_reason(self, limit: int = SHOWN) -> str:

@@ -77,8 +77,10 @@ class Columns(Settings):
 
     def list_paths(self) -> dict[str, str]:
         """Return role → path of the columns that are set."""
-        roles = self.model_dump(exclude={"metadata", "answer_regex"}, exclude_none=True)
-        return roles | {f"metadata.{name}": path for name, path in self.metadata_paths.items()}
+        paths = self.model_dump(exclude={"metadata", "answer_regex"}, exclude_none=True)
+        for name, path in self.metadata_paths.items():
+            paths[f"metadata.{name}"] = path
+        return paths
 
     @property
     def metadata_paths(self) -> dict[str, str]:
@@ -168,9 +170,12 @@ def get_path(values: Any, path: str) -> Any:
     # A number is an index of a list, from its end where it is negative.
     if isinstance(values, list) and name.lstrip("-").isdigit():
         index = int(name)
-        value = values[index] if -len(values) <= index < len(values) else MISSING
+        has_index = -len(values) <= index < len(values)
+        value = values[index] if has_index else MISSING
+    elif isinstance(values, Mapping):
+        value = values.get(name, MISSING)
     else:
-        value = values.get(name, MISSING) if isinstance(values, Mapping) else MISSING
+        value = MISSING
     if not dot or value is MISSING:
         return value
     if isinstance(value, str):
@@ -187,8 +192,8 @@ def has_path(values: Any, path: str) -> bool:
 
 
 def read_prompt(values: JsonMapping, path: str) -> Prompt:
-    """Return the prompt at a path: text, or messages of one form. Raises BadValue: it is neither, or
-    empty."""
+    """Return the prompt at a path: text, or messages of one form. Raises BadValue: it is neither,
+    or empty."""
     value = get_path(values, path)
     if is_messages(value) or (isinstance(value, str) and _is_messages_text(value)):
         return parse_messages(value)

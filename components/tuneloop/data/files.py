@@ -73,15 +73,17 @@ def load_splits(
     if not path:
         remedy = "is required: a file, a glob, a folder or hf://…"
         raise UserError("source_args.path", None, remedy)
-    opener = Opener(name, revision, layout, columns, answers)
+    opener = Opener(
+        name=name,
+        revision=revision,
+        layout=layout,
+        columns=columns,
+        answers=answers,
+    )
     order = derive_seed(seed, "train") if shuffle else None
     # Files here are read in place, row by row, in any case.
-    streaming = streaming and any(is_on_hub(address) for address in _list_addresses(path))
-    if streaming:
-        if not isinstance(path, str):
-            remedy = "is for one data set of the hub, not for a list of them; leave it out"
-            raise UserError("source_args.streaming", True, remedy)
-        tables = opener.open_stream(path, split, order)
+    if streaming and any(is_on_hub(address) for address in _list_addresses(path)):
+        tables = _open_stream(opener, path, split, order)
     else:
         tables = opener.open(path, split)
     stream = tables.read_examples(order)
@@ -103,7 +105,7 @@ def load_splits(
         eval=examples.get("eval", stream),
         sft=examples.get("sft", stream),
         preference=examples.get("preference"),
-        rows=None if streaming else len(tables),
+        rows=None if tables.is_streamed else len(tables),
         separate=frozenset(examples),
         unread=tables.unread,
         lines=tuple(lines),
@@ -111,9 +113,19 @@ def load_splits(
     )
 
 
+def _open_stream(opener: Opener, path: Addresses, split: str, order: int | None) -> Tables:
+    """Open a data set of the hub without keeping it here; `order` seeds the order of its rows.
+    Raises UserError: several are given."""
+    if not isinstance(path, str):
+        remedy = "is for one data set of the hub, not for a list of them; leave it out"
+        raise UserError("source_args.streaming", True, remedy)
+    return opener.open_stream(path, split, order)
+
+
 def digest_source(arguments: JsonMapping) -> str | None:
     """Digest the bytes of all files; None where one cannot be read."""
-    patterns = {layout.companion[0] for layout in list_layouts() if layout.companion is not None}
+    companions = [layout.companion for layout in list_layouts() if layout.companion is not None]
+    patterns = sorted({companion.pattern for companion in companions})
     pairs: list[tuple[str, str]] = []
     try:
         for source in list_sources(arguments):
@@ -121,8 +133,8 @@ def digest_source(arguments: JsonMapping) -> str | None:
             pairs += [(address, source.split) for address in addresses]
             files = list_all_files(addresses, source.split)
             # Which layout the rows have is not known yet: what may be their companion counts.
-            companions = [find_companion(files, pattern) for pattern in sorted(patterns)]
-            pairs += [(companion, source.split) for companion in companions if companion]
+            beside = [find_companion(files, pattern) for pattern in patterns]
+            pairs += [(file, source.split) for file in beside if file]
         return digest_files(pairs)
     except UserError:
         # The stage that reads them says what is wrong.
@@ -190,25 +202,27 @@ def _load_mixture(seed: int, mixture: Sequence[Part], shuffle: bool) -> Splits:
     """Load several sources that are mixed by their weights, until one of them is used up."""
     sources: list[Tables] = []
     for part in mixture:
-        opener = Opener(None, None, part.layout, part.columns)
+        opener = Opener(name=None, revision=None, layout=part.layout, columns=part.columns)
         sources.append(opener.open(part.source, part.split))
     weights = [part.weight for part in mixture]
+    total_weight = sum(weights)
     # The source that ends first, for its weight, decides how many rows there are of all.
-    rows = min(len(tables) / weight for tables, weight in zip(sources, weights)) * sum(weights)
-    streams = [
-        tables.read_examples(derive_seed(seed, "mixture", number) if shuffle else None)
-        for number, tables in enumerate(sources)
-    ]
-    lines = [
-        f"{weight / sum(weights):.1%}: {line}"
-        for tables, weight in zip(sources, weights)
-        for line in tables.describe()
-    ]
-    lines.append(f"mixed until one is used up, about {int(rows):,} rows")
+    limit = min(len(tables) / weight for tables, weight in zip(sources, weights))
+    rows = int(limit * total_weight)
+    streams: list[ExampleStream] = []
+    lines: list[str] = []
+    for number, (tables, weight) in enumerate(zip(sources, weights)):
+        order = derive_seed(seed, "mixture", number) if shuffle else None
+        streams.append(tables.read_examples(order))
+        share = weight / total_weight
+        lines += [f"{share:.1%}: {line}" for line in tables.describe()]
+    lines.append(f"mixed until one is used up, about {rows:,} rows")
+    mixed = _mix(streams, weights, derive_seed(seed, "mixture"))
+    unread = dict.fromkeys(name for tables in sources for name in tables.unread)
     return replace(
-        Splits.of(_mix(streams, weights, derive_seed(seed, "mixture"))),
-        rows=int(rows),
-        unread=tuple(dict.fromkeys(name for tables in sources for name in tables.unread)),
+        Splits.of(mixed),
+        rows=rows,
+        unread=tuple(unread),
         lines=tuple(lines),
         facts={"recognised": lines, "mixture": [part.model_dump(mode="json") for part in mixture]},
     )

@@ -11,6 +11,8 @@ from tuneloop.data import Example, Splits
 
 WORDS = {"+": "plus", "-": "minus", "*": "times"}
 """Operator of Python → the word for it in a prompt."""
+INPUTS = range(-20, 20)
+"""Numbers that functions are called with, by tests."""
 
 
 def load_splits(
@@ -27,8 +29,9 @@ def load_splits(
         tests: calls that test a program, at most 40.
     """
     generator = random.Random(seed)
-    # Small tasks repeat, and `data_prep` drops repeats: so many more are offered than are wanted.
-    return Splits.of(_make_example(generator, steps, tests) for _ in range(4 * n + 64))
+    # Small tasks repeat, and `data_prep` drops repeats: more are offered than are wanted.
+    count = 4 * n + 64
+    return Splits.of(_make_example(generator, steps, tests) for _ in range(count))
 
 
 def _make_example(generator: random.Random, steps: int, tests: int) -> Example:
@@ -40,7 +43,8 @@ def _make_example(generator: random.Random, steps: int, tests: int) -> Example:
         number = generator.randint(2, 9)
         description += f" {WORDS[sign]} {number}"
         expression = f"({expression} {sign} {number})"
-    calls = [f"f({x})" for x in generator.sample(range(-20, 20), min(tests, 40))]
+    inputs = generator.sample(INPUTS, min(tests, len(INPUTS)))
+    calls = [f"f({x})" for x in inputs]
     names = {"f": eval(f"lambda x: {expression}", {})}
     return Example(
         f"Write f(x), step by step: {description}.\n",

@@ -11,7 +11,14 @@ from typing import NoReturn
 from tuneloop.core.errors import UserError
 from tuneloop.data import BadRow, BadValue, Example, Examples, ExampleStream, ReadExample
 from tuneloop.data.columns import Columns
-from tuneloop.data.layouts import Layout, Values, find_layout, list_layouts, recognise_layout
+from tuneloop.data.layouts import (
+    Companion,
+    Layout,
+    Values,
+    find_layout,
+    list_layouts,
+    recognise_layout,
+)
 from tuneloop.data.readers import ReadRow, Row, Rows, hub
 from tuneloop.data.readers.opening import open_files, read_file
 from tuneloop.formats.sequences import LazySequence, chain_sequences
@@ -46,12 +53,14 @@ class Table:
         """Describe in one line what was recognised."""
         count = "rows as they come" if self.stream is not None else f"{len(self.rows):,} rows"
         paths = self.columns.list_paths()
-        listed = ", ".join(f"{role} from {path}" for role, path in paths.items())
+        sources = [f"{role} from {path}" for role, path in paths.items()]
+        listed = ", ".join(sources)
         if self.layout is None:
             return f"columns as set: {listed}; {count} in {self.origin}"
         override = f"; as set: {listed}" if listed else ""
-        recognised = f"recognised: {self.layout.title}; {self.layout.summary}{override}"
-        return f"{recognised}, {count} in {self.origin}"
+        title = self.layout.title
+        summary = self.layout.summary
+        return f"recognised: {title}; {summary}{override}, {count} in {self.origin}"
 
     def make_example(self, row: ReadRow) -> ReadExample:
         """Make an example of a row."""
@@ -70,7 +79,11 @@ class Table:
 
     def index_examples(self) -> Sequence[ReadExample]:
         """Return the example of each row, made when it is read."""
-        return LazySequence(len(self.rows), lambda index: self.make_example(self.rows[index]))
+
+        def read(index: int) -> ReadExample:
+            return self.make_example(self.rows[index])
+
+        return LazySequence(len(self.rows), read)
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,11 @@ class Tables:
     def unread(self) -> tuple[str, ...]:
         """Columns that nothing is read from."""
         return tuple(dict.fromkeys(name for table in self.tables for name in table.unread))
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the rows come one after another, and nobody knows how many there are."""
+        return any(table.stream is not None for table in self.tables)
 
     def describe(self) -> list[str]:
         """Describe what was recognised, in one line for each table."""
@@ -141,17 +159,26 @@ class Opener:
         columns.check(_read_values(files.values()), describe_files(list(files)))
         # A file whose first rows are all damaged is taken as what the first one is.
         usual = next(iter(layouts.values()))
-        files_by_layout: dict[Layout | None, list[str]] = {}
+        members_by_layout: dict[Layout | None, list[str]] = {}
         for file in files:
-            files_by_layout.setdefault(layouts.get(file, usual), []).append(file)
+            layout = layouts.get(file, usual)
+            members_by_layout.setdefault(layout, []).append(file)
         tables: list[Table] = []
-        for layout, members in files_by_layout.items():
-            head = [values for file in members for values in heads[file]]
+        for layout, members in members_by_layout.items():
+            head: list[Values] = []
+            for file in members:
+                head += heads[file]
             rows = chain_sequences([files[file] for file in members])
             if layout is not None and layout.companion is not None:
                 rows = self._join_companion(rows, members, layout.companion)
-            unread = list_unread(head, layout, columns)
-            tables.append(Table(describe_files(members), rows, layout, columns, unread))
+            table = Table(
+                origin=describe_files(members),
+                rows=rows,
+                layout=layout,
+                columns=columns,
+                unread=list_unread(head, layout, columns),
+            )
+            tables.append(table)
         return Tables(tuple(tables))
 
     def open_stream(self, path: str, split: str, seed: int | None) -> Tables:
@@ -163,9 +190,15 @@ class Opener:
         layout = self._choose_layout(head, path)
         columns = self._complete_columns({path: head})
         columns.check(head, path)
-        return Tables(
-            (Table(path, (), layout, columns, list_unread(head, layout, columns), stream),)
+        table = Table(
+            origin=path,
+            rows=(),
+            layout=layout,
+            columns=columns,
+            unread=list_unread(head, layout, columns),
+            stream=stream,
         )
+        return Tables((table,))
 
     def _choose_layout(self, head: Sequence[Values], file: str) -> Layout | None:
         """Choose the layout of a file by its first rows; None where the columns that are set
@@ -200,10 +233,12 @@ class Opener:
                 raise UserError("data.columns.answer_regex", columns.answer_regex, remedy)
         return columns.model_copy(update={"answer": "answer"})
 
-    def _join_companion(self, rows: Rows, files: list[str], companion: tuple[str, str]) -> Rows:
+    def _join_companion(self, rows: Rows, files: list[str], companion: Companion) -> Rows:
         """Join rows with those of a file beside them that have the same key."""
-        pattern, key = companion
-        path = find_companion(files, pattern) if self.answers is None else self.answers
+        key = companion.key
+        path = self.answers
+        if path is None:
+            path = find_companion(files, companion.pattern)
         if path is None:
             return rows
         # All in memory: a leaderboard has a few thousand answers.
@@ -264,7 +299,8 @@ def read_head(rows: Iterable[ReadRow]) -> list[Values]:
 
 def describe_files(files: Sequence[str]) -> str:
     """Describe one or several files: the only one, or how many there are, and the first."""
-    return files[0] if len(files) == 1 else f"{len(files)} files ({files[0]}, …)"
+    first = files[0]
+    return first if len(files) == 1 else f"{len(files)} files ({first}, …)"
 
 
 def _list_names(head: Iterable[Values]) -> list[str]:
@@ -285,7 +321,8 @@ def list_unread(head: Sequence[Values], layout: Layout | None, columns: Columns)
         paths += layout.columns
     roots = {path.partition(".")[0] for path in paths}
     # A column whose own name has a dot is a path that is no root.
-    return tuple(name for name in _list_names(head) if name not in roots and name not in paths)
+    read_names = roots.union(paths)
+    return tuple(name for name in _list_names(head) if name not in read_names)
 
 
 def _read_values(parts: Iterable[Iterable[ReadRow]]) -> Iterator[Values]:

@@ -1,5 +1,5 @@
-"""Tasks of reasoning_gym by name. The metadata has what their verifier needs, for the reward of that
-name."""
+"""Tasks of reasoning_gym by name. The metadata has what their verifier needs, for the reward of
+that name."""
 
 import json
 from typing import Any
@@ -27,9 +27,10 @@ def load_splits(n: int, seed: int, *, task: str, config: JsonObject | None = Non
         close = [name for name in names if task.split("_")[0] in name]
         remedy = f"not a task of reasoning_gym; known: {', '.join(close or names)}"
         raise UserError("source_args.task", task, remedy)
+    # Small tasks repeat, and `data_prep` drops repeats: more are offered than are wanted.
+    count = 4 * n + 64
     try:
-        # Small tasks repeat, and `data_prep` drops repeats: more are offered than are wanted.
-        questions = reasoning_gym.create_dataset(task, seed=seed % 2**31, size=4 * n + 64, **config)
+        questions = reasoning_gym.create_dataset(task, seed=seed % 2**31, size=count, **config)
     except (TypeError, AssertionError, ValueError) as error:
         raise UserError("source_args.config", config, f"{task} refuses it ({error})") from error
     numbers = range(len(questions))

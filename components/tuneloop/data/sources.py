@@ -86,8 +86,8 @@ def check_source(source: str) -> str:
 
 
 def check_arguments(written: JsonObject, info: ValidationInfo) -> JsonObject:
-    """Refuse wrong arguments before anything runs, if the source ships with tuneloop and its packages
-    are installed."""
+    """Refuse wrong arguments before anything runs, if the source ships with tuneloop and its
+    packages are installed."""
     arguments = written
     # None: refused already.
     source = info.data.get("source")

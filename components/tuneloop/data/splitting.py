@@ -145,10 +145,11 @@ class Router:
 
         Held-out tables of the user's come first, whatever their size: the other splits must know
         their prompts before they take rows of other tables."""
-        held_out = [split for split in HELD_OUT if split in self._separate]
-        limited = [split for split in SPLITS if self.sizes[split].number]
-        opened = [split for split in SPLITS if self.sizes[split].number is None]
-        return list(dict.fromkeys([*held_out, *limited, *opened]))
+        order = [split for split in HELD_OUT if split in self._separate]
+        order += [split for split in SPLITS if self.sizes[split].number]
+        # Splits that take all rows come last: they would leave none to those with a number.
+        order += [split for split in SPLITS if self.sizes[split].number is None]
+        return list(dict.fromkeys(order))
 
     def _has_room(self, split: Split) -> bool:
         number = self.sizes[split].number
@@ -181,10 +182,18 @@ class Router:
             # With another answer it was counted as conflicting.
             self.counts.repeated += self.counts.conflicting == conflicting_before
             return None
-        self._homes.setdefault(key, sum(1 << SPLITS.index(split) for split in chosen))
+        bits = [1 << SPLITS.index(split) for split in chosen]
+        self._homes.setdefault(key, sum(bits))
         self.counts.taken.update(new)
         self.counts.nulls += example.nulls > 0
-        return RoutedRow(example, new, prompt, is_chat, conversation, tools)
+        return RoutedRow(
+            example=example,
+            splits=new,
+            prompt=prompt,
+            is_chat=is_chat,
+            conversation=conversation,
+            tools=tools,
+        )
 
     def _list_fitting(self, example: Example) -> list[Split]:
         """List the splits that take an example of this form."""
@@ -211,10 +220,11 @@ class Router:
         home = self._homes.get(key)
         if home is not None:
             at_home = [split for split in fitting if home >> SPLITS.index(split) & 1]
-            chosen = [split for split in at_home if self._has_room(split) or self._may_grow(split)]
             if not at_home:
                 self.counts.held_back += 1
-            elif not chosen:
+                return []
+            chosen = [split for split in at_home if self._has_room(split) or self._may_grow(split)]
+            if not chosen:
                 self.counts.unused += 1
             return chosen
         free = [split for split in fitting if self._has_room(split)]
@@ -258,7 +268,7 @@ def check_row(example: Example, prompt: str) -> None:
     # Messages were checked where they were parsed.
     if isinstance(example.prompt, str) and not prompt.strip():
         raise BadValue("has an empty prompt")
-    texts = [example.answer, example.solution, example.demonstration, example.rejected]
+    texts = (example.answer, example.solution, example.demonstration, example.rejected)
     if any(text is not None and not text.strip() for text in texts):
         raise BadValue("has an empty answer or completion")
     check_encodable([prompt, *texts, example.tools, example.conversation])

@@ -79,6 +79,7 @@ class RowBuilder:
     def __init__(self, rewards: Mapping[str, float] | None, reward_args: JsonMapping) -> None:
         self.rewards = rewards
         self.reward_args = reward_args
+        # Rows by their rewards: a source may have rows of several kinds.
         self.specs: Counter[str] = Counter()
         self.prompts = 0
         self.hopeless = 0
@@ -213,7 +214,8 @@ class SplitWriter:
 
     def _convert(self, table: pa.Table) -> pa.Table:
         """Return the columns of the split, of rows that are examined."""
-        names = [f"{self.split}-{self.rows + number:06d}" for number in range(table.num_rows)]
+        numbers = range(self.rows, self.rows + table.num_rows)
+        names = [f"{self.split}-{number:06d}" for number in numbers]
         columns = {name: table[name] for name in table.column_names}
         columns["id"] = pa.array(names, TEXT)
         columns["answer"] = columns["answer"].fill_null("")
@@ -224,7 +226,8 @@ class SplitWriter:
             nothing = pa.scalar(None, TEXT)
             columns["prompt"] = pc.coalesce(columns["conversation"], columns["prompt"])
             columns["completion"] = pc.if_else(is_whole, nothing, columns["completion"])
-        return pa.table({name: columns[name] for name in self.schema.names}, schema=self.schema)
+        selected = {name: columns[name] for name in self.schema.names}
+        return pa.table(selected, schema=self.schema)
 
     def _write(self, table: pa.Table) -> None:
         if self._file is None:

@@ -39,9 +39,9 @@ def read_carried(policy: Artifact) -> tuple[dict[str, OpenGroup], JsonObject]:
     for row in table.to_pylist():
         versions = row["policy_versions"]
         completion = Completion(
-            row["completion_ids"],
-            row["logprobs"],
-            row["finish_reason"],
+            ids=row["completion_ids"],
+            logprobs=row["logprobs"],
+            finish_reason=row["finish_reason"],
             start_version=versions[0],
             end_version=versions[-1],
             versions=versions,

@@ -92,8 +92,8 @@ def clean_messages(
 
 
 def join_parts(content: Any) -> str:
-    """Return the text of a message's content. Parts of text are joined by line breaks, as vLLM joins
-    them for templates that read text (``vllm.renderers.chat_utils``). Raises ValueError: a part is
+    """Return the text of a message's content. Parts of text are joined by line breaks, as vLLM
+    joins them for templates that read text (``vllm.renderers.chat_utils``). Raises ValueError: a part is
     something else, such as an image."""
     if isinstance(content, str):
         return content

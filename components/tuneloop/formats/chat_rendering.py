@@ -70,9 +70,11 @@ class Chat:
             # Jinja's own errors, and whatever the code of a template can raise.
             reason = " ".join(str(error).split()) or type(error).__name__
             remedy = f"the chat template cannot render this conversation: {reason}"
-            raise CannotRender(0, part, remedy) from error
+            raise CannotRender(progress=0, part=part, remedy=remedy) from error
         if self.form.parts and WRITTEN_PART.search(text):
-            raise CannotRender(0, part, "the chat template writes content as a list of parts")
+            raise CannotRender(
+                progress=0, part=part, remedy="the chat template writes content as a list of parts"
+            )
         return str(text)
 
     def encode(self, text: str, *, start: bool) -> list[int]:
@@ -128,7 +130,13 @@ def open_chat(
     hider = _Hider(tokenizer, cleaned, listed)
     hidden_messages = hider.hide(cleaned)
     hidden_tools = hider.hide(listed)
-    return Chat(tokenizer, hidden_messages, hidden_tools, Form(), hider.words)
+    return Chat(
+        tokenizer=tokenizer,
+        messages=hidden_messages,
+        tools=hidden_tools,
+        form=Form(),
+        words=hider.words,
+    )
 
 
 def list_chats(chat: Chat) -> list[Chat]:
@@ -146,7 +154,7 @@ def check_prompt(chat: Chat, text: str, count: int) -> None:
         if name not in text:
             remedy = f"the chat template does not render tools ({name!r} is missing); "
             remedy += "drop the tools, or set model.chat_template to one that does"
-            raise CannotRender(1, "tools", remedy)
+            raise CannotRender(progress=1, part="tools", remedy=remedy)
     for message in chat.messages[:count]:
         content = message.get("content")
         role = message["role"]
@@ -155,7 +163,7 @@ def check_prompt(chat: Chat, text: str, count: int) -> None:
         if not has_words(text, content):
             remedy = f"the chat template leaves out this message of the role {role!r}; "
             remedy += "drop or rename it, or set model.chat_template to one that renders it"
-            raise CannotRender(1, describe_message([message]), remedy)
+            raise CannotRender(progress=1, part=describe_message([message]), remedy=remedy)
 
 
 def has_words(text: str, content: str) -> bool:
@@ -212,7 +220,9 @@ def compile_control_tokens(tokenizer: Any, size: int) -> re.Pattern[str]:
     text."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     names = sorted(set(added).union(tokenizer.all_special_tokens))
-    return re.compile("|".join(re.escape(fold_text(name)) for name in names) or "(?!)")
+    patterns = [re.escape(fold_text(name)) for name in names]
+    # Without any, nothing is found: an empty pattern would be everywhere.
+    return re.compile("|".join(patterns) or "(?!)")
 
 
 def fold_text(text: str) -> str:

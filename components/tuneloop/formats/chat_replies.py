@@ -96,7 +96,8 @@ def _cut_end(
         # The end of the conversation has a token of its own (gpt-oss); another stands in its place
         # between turns.
         controls = list_control_ids(sample.tokenizer)
-        return ids[next(end for end, token in enumerate(ids, 1) if token in controls) :]
+        ends = (end for end, token in enumerate(ids, 1) if token in controls)
+        return ids[next(ends) :]
     if not end_ids and ids and ids[0] in stops:
         # The next message's first token ends a turn (GLM-4): it is there already if it is what was
         # sampled.

@@ -128,7 +128,7 @@ def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) 
     render all of it, or not as something that it lets the model say."""
     message = chat.messages[number]
     if number == 0:
-        raise CannotRender(1, describe_message([message]), NO_PROMPT)
+        raise CannotRender(progress=1, part=describe_message([message]), remedy=NO_PROMPT)
     prompt = chat.render(number, prompt=True)
     check_prompt(chat, prompt, number)
     rendered = chat.render(number + 1, prompt=False)
@@ -136,7 +136,7 @@ def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) 
     _check_turn(message, addition, reasoning)
     prompt_ids = chat.encode(prompt, start=True)
     if not prompt_ids:
-        raise CannotRender(1, describe_message([message]), NO_PROMPT)
+        raise CannotRender(progress=1, part=describe_message([message]), remedy=NO_PROMPT)
     whole_ids = chat.encode(rendered, start=True)
     if rendered.startswith(prompt) and whole_ids[: len(prompt_ids)] == prompt_ids:
         target = whole_ids[len(prompt_ids) :]
@@ -146,13 +146,25 @@ def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) 
         target = chat.encode(addition, start=False)
     end = find_end(chat.tokenizer, target, stops)
     if end is None:
-        return Turn(prompt, prompt_ids, addition, target, is_ended=False)
+        return Turn(
+            prompt_text=prompt,
+            prompt=prompt_ids,
+            target_text=addition,
+            target=target,
+            is_ended=False,
+        )
     target = target[:end]
     # The text up to and with the token that ends the turn, which may come before, as text of it.
     token = chat.tokenizer.convert_ids_to_tokens(target[-1])
     pieces = addition.split(token)
-    target_text = token.join(pieces[: target.count(target[-1])]) + token
-    return Turn(prompt, prompt_ids, target_text, target, is_ended=True)
+    ended = pieces[: target.count(target[-1])]
+    return Turn(
+        prompt_text=prompt,
+        prompt=prompt_ids,
+        target_text=token.join(ended) + token,
+        target=target,
+        is_ended=True,
+    )
 
 
 def find_end(tokenizer: Any, ids: Sequence[int], stops: set[int]) -> int | None:
@@ -261,7 +273,7 @@ def _find_addition(message: Message, prompt: str, rendered: str) -> str:
     if split_reasoning(message)[0]:
         remedy += " (its arguments may turn reasoning off)"
         remedy += "; set data.reasoning=drop, or model.template_args"
-    raise CannotRender(2, describe_message([message]), remedy)
+    raise CannotRender(progress=2, part=describe_message([message]), remedy=remedy)
 
 
 def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
@@ -274,11 +286,11 @@ def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
         remedy += " set model.chat_template to one that has it"
         if message.get("tool_calls"):
             remedy = "the chat template leaves out the text beside tool calls; drop one of the two"
-        raise CannotRender(2, part, remedy)
+        raise CannotRender(progress=2, part=part, remedy=remedy)
     if reasoning == "keep" and not has_words(addition, thought):
         remedy = "the chat template leaves out the reasoning of this turn;"
         remedy += " set data.reasoning=drop, or model.chat_template to one that has it"
-        raise CannotRender(3, part, remedy)
+        raise CannotRender(progress=3, part=part, remedy=remedy)
     functions = [call["function"] for call in message.get("tool_calls", ())]
     # Several calls of one function are all there where its name is there as often.
     counts = Counter(function["name"] for function in functions)
@@ -287,7 +299,7 @@ def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
         if addition.count(name) < counts[name] or not _has_arguments(addition, function):
             remedy = f"the chat template does not render all tool calls ({name!r});"
             remedy += " set model.chat_template to one that does, or drop the row"
-            raise CannotRender(2, part, remedy)
+            raise CannotRender(progress=2, part=part, remedy=remedy)
 
 
 def _has_arguments(text: str, function: JsonMapping) -> bool:

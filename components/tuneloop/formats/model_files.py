@@ -27,9 +27,12 @@ WEIGHTS = (
 """Names of files that hold parameters, or say which file does."""
 CARD = "README.md"
 """The model's card. A card of the base would say of the policy what is true of the base only."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files of which a tokenizer has one."""
 REQUIRED_FILES = {
     "config.json": ("config.json",),
-    "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"),
+    # Some tokenizers, as that of bytes, are nothing but a configuration.
+    "tokenizer": (*TOKENIZER_FILES, "tokenizer_config.json"),
     "weights": ("*.safetensors", "*.bin"),
 }
 """What a model's directory has to hold → patterns of the files that it may be in."""
@@ -79,6 +82,11 @@ def list_missing_parts(directory: Path) -> list[str]:
     ]
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a tokenizer with a vocabulary lies in a directory."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
 def holds_weights(name: str) -> bool:
     """Return whether a file of this name holds parameters, or is the index of such files."""
     return any(fnmatch.fnmatch(name, pattern) for pattern in WEIGHTS)
@@ -91,6 +99,7 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     author put there. A file that `target` has already stays. Subdirectories, hidden files and the
     card are left out."""
     copied: list[str] = []
+    # In order: the names go into the log.
     for path in sorted(source.iterdir()):
         if not path.is_file() or path.name.startswith(".") or path.name == CARD:
             continue
@@ -119,8 +128,8 @@ def _read_configs(directory: Path) -> list[JsonObject]:
 
 
 def choose_shard_bytes(directory: Path, dtype: str) -> int:
-    """Choose the maximum size in bytes of a weight file in `dtype`, so that they are cut as those in
-    `directory` are.
+    """Choose the maximum size in bytes of a weight file in `dtype`, so that they are cut as those
+    in `directory` are.
 
     Where there are several files, it is the largest one's size in the new dtype. A greedy division
     at this limit gives the same division again."""

@@ -1,5 +1,5 @@
-"""The file that `rollout` writes and `reward`, `policy_update` and people read: its columns, and how
-rows are made."""
+"""The file that `rollout` writes and `reward`, `policy_update` and people read: its columns, and
+how rows are made."""
 
 import bisect
 import itertools
@@ -62,7 +62,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and as many completions as there are seeds, each with a random stream of its own."""
+    """One prompt and as many completions as there are seeds, each with a random stream of its
+    own."""
 
     id: str
     prompt_ids: Ids
@@ -95,8 +96,8 @@ class Completion:
 
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Episode(Completion):
-    """A completion of several turns. Its `ids` are all after the first prompt. Those of replies have
-    a log-probability of 0 and the version of the turn before.
+    """A completion of several turns. Its `ids` are all after the first prompt. Those of replies
+    have a log-probability of 0 and the version of the turn before.
 
     Attributes:
         mask: whether each id was sampled.
@@ -119,6 +120,7 @@ def make_rows(
 ) -> list[JsonObject]:
     """Make the rows of one prompt's completions; `row` is the prompt's own, `request.id` names the
     group."""
+    # The prompt's row has everything that later stages need, so that they need not read the data.
     rows: list[JsonObject] = []
     for sample, completion in enumerate(completions):
         values = {
@@ -192,6 +194,7 @@ def build_reward_inputs(tokenizer: Any, row: JsonMapping, completion: Completion
     text = decode_ids(tokenizer, completion.ids)
     if not isinstance(completion, Episode):
         return {"completion": text, "metadata": row["metadata"]}
+    # Rewards judge what the policy said last. What led there is in the metadata.
     metadata = json.loads(row["metadata"] or "{}")
     metadata["environment"] = completion.facts | {"transcript": text}
     return {
@@ -202,6 +205,7 @@ def build_reward_inputs(tokenizer: Any, row: JsonMapping, completion: Completion
 
 def get_versions(completion: Completion) -> list[int]:
     """Return for each id of a completion the version that made it."""
+    # Engines that never load weights during a generation leave them out.
     return completion.versions or [completion.start_version] * len(completion.ids)
 
 

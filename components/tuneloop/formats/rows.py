@@ -24,5 +24,11 @@ def name_row(row: JsonMapping) -> str:
 
 def split_numbers(name: str) -> tuple[tuple[int, str], ...]:
     """Split a name at its numbers, so that names sort as people count: row 9 before row 10."""
-    pieces = re.split(r"([0-9]+)", name)
-    return tuple((int(piece), "") if piece.isdigit() else (0, piece) for piece in pieces)
+    parts: list[tuple[int, str]] = []
+    for piece in re.split(r"([0-9]+)", name):
+        # Both are pairs, since a number and a text cannot be compared.
+        if piece.isdigit():
+            parts.append((int(piece), ""))
+        else:
+            parts.append((0, piece))
+    return tuple(parts)

@@ -30,8 +30,11 @@ SAMPLE = [
 TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
 """What shows today's date in a template, by the function that transformers and vLLM give it."""
 DEFAULT = "{{%- if {name} is not defined %}}{{%- set {name} = {value} %}}{{%- endif +%}}"
-"""The default of an argument, for `str.format`; `+%}` keeps a newline with which a template begins."""
+"""The default of an argument, for `str.format`. `+%}` keeps a newline with which a template
+begins."""
 HAS_TODAY = re.compile(r"\bstrftime_now is (?P<lacks>not )?defined\b")
+DEFAULTING = {"defined", "undefined", "default", "d"}
+"""Tests and filters of Jinja that a template applies to a name that may be missing."""
 SET_BY_CALLERS = {
     "messages",
     "tools",
@@ -72,10 +75,11 @@ def _change_templates(tokenizer: Any, change: Callable[[str], str]) -> None:
 
 
 def fix_date(tokenizer: Any, date: datetime.date) -> bool:
-    """Write `date` into a tokenizer's chat template in place of the day on which it is rendered, and
-    return whether the template shows one.
+    """Write `date` into a tokenizer's chat template in place of the day on which it is rendered,
+    and return whether the template shows one.
 
-    A run that is resumed on another day has the same prompts so, and every program renders alike."""
+    A run that is resumed on another day has the same prompts so, and every program renders
+    alike."""
     template = tokenizer.chat_template
     if not template:
         return False
@@ -126,16 +130,22 @@ def list_arguments(template: str) -> set[str]:
     from jinja2 import meta, nodes
 
     environment = _compile(template, "chat template", "").environment
-    # Jinja knows what a template reads and never sets; a name with a default is set only in a branch
-    # or not at all, so it is looked for by its test and its filter.
+    # Jinja knows what a template reads and never sets. A name with a default is often set in a
+    # branch, so it is looked for by its test and its filter.
     tree = environment.parse(template)
-    names = set(meta.find_undeclared_variables(tree))
-    names -= {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
-    optional = [node for node in tree.find_all(nodes.Test) if node.name in ("defined", "undefined")]
-    optional += [node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
-    names |= {node.node.name for node in optional if isinstance(node.node, nodes.Name)}
-    names &= meta.find_undeclared_variables(tree)
-    names -= {node.name for node in tree.find_all(nodes.Name) if node.ctx == "param"}
+    stored: set[str] = set()
+    optional: set[str] = set()
+    parameters: set[str] = set()
+    for node in tree.find_all((nodes.Name, nodes.Test, nodes.Filter)):
+        if isinstance(node, nodes.Name):
+            if node.ctx == "store":
+                stored.add(node.name)
+            elif node.ctx == "param":
+                parameters.add(node.name)
+        elif node.name in DEFAULTING and isinstance(node.node, nodes.Name):
+            optional.add(node.node.name)
+    # Jinja counts the parameters of a macro among the names that are read.
+    names = set(meta.find_undeclared_variables(tree)) - (stored - optional) - parameters
     return names - SET_BY_CALLERS - set(environment.globals)
 
 
@@ -148,8 +158,10 @@ def write_literal(name: str, value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(write_literal(name, part) for part in value) + "]"
     if isinstance(value, dict):
-        keys = [json.dumps(str(key)) for key in value]
-        parts = [f"{key}: {write_literal(name, part)}" for key, part in zip(keys, value.values())]
+        parts: list[str] = []
+        for key, part in value.items():
+            literal = write_literal(name, part)
+            parts.append(f"{json.dumps(str(key))}: {literal}")
         return "{" + ", ".join(parts) + "}"
     raise UserError(f"model.template_args.{name}", value, "is not a JSON value")
 
@@ -180,8 +192,8 @@ def find_turn_end(tokenizer: Any, stops: set[int]) -> int | None:
         shared.append(token)
     controls = list_control_ids(tokenizer)
     ends = [token for token in shared if token in controls]
-    # What ends the last turn alone (Phi-3's EOS, gpt-oss' <|return|>) counts only where nothing ends
-    # all turns.
+    # What ends the last turn alone (Phi-3's EOS, gpt-oss' <|return|>) counts only where nothing
+    # ends all turns.
     ends = ends or [token for token in last_ids if token in controls]
     return None if not ends or stops.intersection(ends) else ends[-1]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from tuneloop.formats.sequences import LazySequence
 
@@ -37,37 +38,29 @@ class Corpus(LazySequence["Document"]):
     """
 
     def __init__(self, file: str) -> None:
-        reader = pa.ipc.open_file(pa.memory_map(file))
-        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        # Of each batch but the last.
-        size = batches[0].num_rows if batches else 1
         # Views of the mapping: nothing of the tokens is copied before it is read.
-        starts = [batch["input_ids"].offsets.to_numpy() for batch in batches]
-        ids = [batch["input_ids"].values.to_numpy() for batch in batches]
-        masks = [batch["loss_mask"].values for batch in batches]
+        table = pa.ipc.open_file(pa.memory_map(file)).read_all()
+        ids = table["input_ids"]
+        masks = table["loss_mask"]
 
         def read(index: int) -> Document:
-            number, row = divmod(index, size)
-            start, end = starts[number][row : row + 2].tolist()
-            mask = masks[number].slice(start, end - start).to_numpy(zero_copy_only=False)
-            document_ids = array("i", ids[number][start:end].tobytes())
-            return Document(document_ids, array("b", mask.tobytes()))
+            document_ids = ids[index].values.to_numpy()
+            targets = masks[index].values.to_numpy(zero_copy_only=False)
+            return Document(array("i", document_ids.tobytes()), array("b", targets.tobytes()))
 
-        names = [batch["id"] for batch in batches]
-        self.names = pa.chunked_array(names, pa.string())
-        super().__init__(len(self.names), read)
-        rows = [pa.nulls(len(self.names), pa.string())]
+        super().__init__(len(table), read)
+        self.names = table["id"]
         # Tokens that an earlier version made have no names of rows.
-        if batches and "row" in batches[0].schema.names:
-            rows = [batch["row"] for batch in batches]
-        self.rows = pa.chunked_array(rows, pa.string())
-        # The empty arrays give the dtype where there are no documents.
-        lengths = [np.zeros(0, np.int64)]
+        if "row" in table.column_names:
+            self.rows = table["row"]
+        else:
+            self.rows = pa.chunked_array([pa.nulls(len(table), pa.string())])
+        self.lengths = pc.list_value_length(ids).to_numpy().astype(np.int64)
+        # The empty array gives the dtype where there are no documents.
         highest_ids = [np.zeros(0, np.int32)]
-        for batch_ids, offsets in zip(ids, starts):
-            lengths.append(np.diff(offsets).astype(np.int64))
-            highest_ids.append(np.maximum.reduceat(batch_ids, offsets[:-1]))
-        self.lengths = np.concatenate(lengths)
+        for chunk in ids.chunks:
+            starts = chunk.offsets.to_numpy()[:-1]
+            highest_ids.append(np.maximum.reduceat(chunk.values.to_numpy(), starts))
         self.highest_ids = np.concatenate(highest_ids)
 
     @property

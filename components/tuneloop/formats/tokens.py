@@ -20,10 +20,8 @@ from tuneloop.formats.chat_replies import encode_reply as encode_reply
 from tuneloop.formats.conversations import encode_answer as encode_answer
 from tuneloop.formats.conversations import encode_conversation as encode_conversation
 from tuneloop.formats.conversations import encode_prompt_messages
+from tuneloop.formats.model_files import TOKENIZER_FILES, has_tokenizer
 from tuneloop.formats.rows import name_row
-
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Files of which a tokenizer has one."""
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -33,8 +31,8 @@ def load_tokenizer(model: Path) -> Any:
 
     directory = str(model)
     # Without any of them transformers would make an empty tokenizer up.
-    if not any((model / name).is_file() for name in FILES):
-        remedy = f"has no tokenizer; add its files to it ({', '.join(FILES)})"
+    if not has_tokenizer(model):
+        remedy = f"has no tokenizer; add its files to it ({', '.join(TOKENIZER_FILES)})"
         raise UserError("policy", directory, remedy)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -63,8 +61,9 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool, tools: str | None = N
     else:
         text_ids = encode_text(tokenizer, prompt)
         ids = list(tokenizer.encode(prompt, split_special_tokens=True))
+        end = [tokenizer.eos_token_id]
         # Text that itself ends so would be cut otherwise.
-        if ids[-1:] == [tokenizer.eos_token_id] and text_ids[-1:] != ids[-1:]:
+        if ids[-1:] == end and text_ids[-1:] != end:
             ids.pop()
     if not ids:
         raise UserError("prompt", prompt, "has no tokens; nothing can follow it")

@@ -1,9 +1,10 @@
 """How long stages take on a device whose data sheet is known: arithmetic, where no run was measured.
 
-Training takes 6 operations a parameter and token, 2 of them forward; 2 more with gradient checkpointing, which computes
-forward twice, and 2 fewer for parameters that LoRA freezes. A generated token takes a pass over the weights and the KV
-cache of all sequences that are generated at once, as fast as memory gives them or the device computes, and a prompt's
-2 operations a parameter. Attention's own operations are left out."""
+Training takes 6 operations a parameter and token, 2 of them forward; 2 more with gradient
+checkpointing, which computes forward twice, and 2 fewer for parameters that LoRA freezes. A
+generated token takes a pass over the weights and the KV cache of all sequences that are generated
+at once, as fast as memory gives them or the device computes, and a prompt's 2 operations a
+parameter. Attention's own operations are left out."""
 
 import math
 from collections.abc import Mapping
@@ -32,8 +33,9 @@ def estimate_seconds(workflow: Mapping[str, Any], name: str) -> tuple[dict[str, 
         raise UserError("--device", name, f"is not known; known: {', '.join(DEVICES)}")
     workflow, _ = expand_pod(workflow)
     templates = {template["name"]: template for template in workflow["spec"]["templates"]}
-    stages = [read_stage(templates[each]) for each in count_pods(workflow)]
-    if not isinstance(model := model_of(stages), Model):
+    stages = [read_stage(templates[template]) for template in count_pods(workflow)]
+    model = model_of(stages)
+    if not isinstance(model, Model):
         raise UserError("--device", name, f"needs the shape of the model: {model}")
     if not model.linears:
         raise UserError(
@@ -85,7 +87,8 @@ def _train(
     length = stage.number("max_length")
     limit = "max_length"
     if stage.number("updates_per_batch"):
-        sizes = [_count_sequences(each, trained=True) for each in stages if each.role == "sampler"]
+        samplers = [sampler for sampler in stages if sampler.role == "sampler"]
+        sizes = [_count_sequences(sampler, trained=True) for sampler in samplers]
         sequences = sum(sizes)
         length = context_of(stages)
         limit = "engine.args.max_model_len"
@@ -118,7 +121,7 @@ def _generate(
     if "tasks" in stage.flags:
         return "its tasks decide how much it generates"
     engines = [stage] if stage.accelerators else servers
-    count = sum(each.accelerators * each.nodes for each in engines)
+    count = sum(engine.accelerators * engine.nodes for engine in engines)
     if not count:
         return "it has no accelerator, and no server here has (cluster.sampler.gpus)"
     sequences = _count_sequences(stage)

@@ -247,7 +247,7 @@ def check_context(subject: Subject) -> Iterator[Limit]:
     samplers = [stage for stage in subject.stages if stage.role == "sampler"]
     evaluators = [stage for stage in subject.stages if stage.role == "evaluator"]
     refused: set[float] = set()
-    for stage in [*samplers, *evaluators]:
+    for stage in samplers + evaluators:
         tokens = stage.number("max_tokens")
         # An evaluation follows the sampler: one line is enough for both.
         if tokens is None or tokens in refused:
@@ -384,12 +384,13 @@ def suggest_savings(stage: Stage, parts: list[tuple[str, float]]) -> str:
     """Return the settings that save memory of a stage and are not in use."""
     if stage.role != "trainer":
         return "use a smaller model"
-    savings = []
+    savings: list[str] = []
     if stage.flags.get("gradient_checkpointing") != "true":
         savings.append("set gradient_checkpointing")
     if stage.flags.get("lora", "null") == "null":
         savings.append("train adapters (lora)")
-    return ", or ".join([*savings, "use more devices, or a smaller model"])
+    savings.append("use more devices, or a smaller model")
+    return ", or ".join(savings)
 
 
 CHECKS = (

@@ -6,8 +6,6 @@ from typing import Any
 from tuneloop.core.errors import UserError
 from tuneloop.formats.adapter_files import AdapterFiles
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
 
 def find_adapter_on_hub(name: str, revision: str | None) -> Path | None:
     """Fetch the adapters called `name` on the hub, and return their directory; None where there is
@@ -63,8 +61,3 @@ def merge_adapter(model: Any, adapter: AdapterFiles, name: str, base: str) -> tu
     second = [value for key, value in saved.items() if ".lora_B." in key]
     is_changed = not second or any(bool(value.any()) for value in second)
     return adapted.merge_and_unload(), is_changed
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Return whether a tokenizer lies beside adapters."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)

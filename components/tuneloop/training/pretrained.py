@@ -16,8 +16,8 @@ from tuneloop.formats.adapter_files import (
     is_path,
     read_adapter,
 )
-from tuneloop.formats.model_files import CARD, WEIGHTS, list_missing_parts
-from tuneloop.training.merged import find_adapter_on_hub, has_tokenizer, merge_adapter
+from tuneloop.formats.model_files import CARD, WEIGHTS, has_tokenizer, list_missing_parts
+from tuneloop.training.merged import find_adapter_on_hub, merge_adapter
 
 FIELD = "base_model.model"
 """The setting that names the model, for messages."""

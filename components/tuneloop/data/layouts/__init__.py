@@ -20,6 +20,19 @@ Values = JsonMapping
 """The values of a row by column."""
 
 
+@dataclass(frozen=True)
+class Companion:
+    """A file beside the data that has more columns of the same rows.
+
+    Attributes:
+        pattern: its path from the data's folder, where ``{name}`` is the data's own file name.
+        key: the column that both have, by which rows belong together.
+    """
+
+    pattern: str
+    key: str
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """A layout: what its columns are called, and how a row becomes an example.
@@ -37,8 +50,7 @@ class Layout:
         types: path of a column → the types that its values have in Python, where others of the same
             name hold something else.
         fits: whether a row's values are of this layout; None: its columns and types suffice.
-        companion: a file beside the data that has more columns of the same rows, and its key:
-            ``{name}`` in the path is the data's own file name.
+        companion: a file with more columns; None: all are in the file itself.
     """
 
     name: str
@@ -50,7 +62,7 @@ class Layout:
     rewards: Mapping[str, float] = field(default_factory=dict)
     types: Mapping[str, type | UnionType] = field(default_factory=dict)
     fits: Callable[[Values], bool] | None = None
-    companion: tuple[str, str] | None = None
+    companion: Companion | None = None
 
     def read_example(self, values: Values) -> Example:
         """Make an example of a row's values. Raises BadValue: the row cannot be used."""

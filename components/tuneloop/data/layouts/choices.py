@@ -38,7 +38,8 @@ def read_arc(values: Values) -> Example:
     labels = get_value(values, "choices.label")
     choices = check_choices(get_value(values, "choices.text"), "choices.text")
     key = get_value(values, "answerKey")
-    if not isinstance(labels, list) or len(labels) != len(choices) or key not in labels:
+    has_labels = isinstance(labels, list) and len(labels) == len(choices)
+    if not has_labels or key not in labels:
         raise BadValue(f"column 'answerKey' is {key!r}, which is not the label of a choice")
     # Some rows of ARC have the labels 1 to 4: the prompt lists all choices by letter.
     letter = string.ascii_uppercase[labels.index(key)]
@@ -58,7 +59,7 @@ def _find_letter(answer: object, choices: list[str]) -> str:
     # CSV has numbers as text.
     if isinstance(answer, str) and answer.isdigit():
         answer = int(answer)
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
+    if type(answer) is int and 0 <= answer < len(choices):
         return letters[answer]
     if isinstance(answer, str) and len(answer) == 1 and answer.upper() in letters:
         return answer.upper()

@@ -75,8 +75,8 @@ def read_apps(values: Values) -> Example:
 
 
 def read_livecodebench(values: Values) -> Example:
-    """Read LiveCodeBench: its public tests, and the private ones where they are JSON. It packs these
-    as a pickle, which would run code of its author's here, and is not opened."""
+    """Read LiveCodeBench: its public tests, and the private ones where they are JSON. It packs
+    these as a pickle, which would run code of its author's here, and is not opened."""
     tests: list[JsonObject] = []
     for column in ("public_test_cases", "private_test_cases"):
         text = values.get(column)

@@ -57,9 +57,14 @@ def read_openr1(values: Values) -> Example:
     example = read_solved(values)
     generations = values.get("generations") or []
     verdicts = values.get("correctness_math_verify") or []
-    if not isinstance(generations, list) or not all(isinstance(t, str) for t in generations):
+    if not isinstance(generations, list):
         raise BadValue("column 'generations' must hold texts")
-    if not isinstance(verdicts, list) or not all(v in (True, False, None) for v in verdicts):
+    if not all(isinstance(generation, str) for generation in generations):
+        raise BadValue("column 'generations' must hold texts")
+    # Null: the verifier gave up.
+    if not isinstance(verdicts, list):
+        raise BadValue("column 'correctness_math_verify' must hold true and false")
+    if any(verdict not in (True, False, None) for verdict in verdicts):
         raise BadValue("column 'correctness_math_verify' must hold true and false")
     verified = (text for text, is_right in zip(generations, verdicts) if is_right is True)
     demonstration = next(verified, example.demonstration)

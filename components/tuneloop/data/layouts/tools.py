@@ -7,7 +7,7 @@ from typing import Any
 from tuneloop.core.json_types import JsonObject
 from tuneloop.data import BadValue, Example
 from tuneloop.data.columns import as_messages
-from tuneloop.data.layouts import Layout, Values
+from tuneloop.data.layouts import Companion, Layout, Values
 from tuneloop.data.layouts._parts import get_text_of, get_value, parse_list
 from tuneloop.data.messages import parse_calls, parse_messages, parse_tools
 
@@ -73,14 +73,16 @@ def read_bfcl(values: Values) -> Example:
 def _check_truth(truth: Any) -> list[JsonObject]:
     """Return the calls of a task. Raises BadValue: each must be a function's name with the values
     that its arguments may have."""
-    is_list = isinstance(truth, list) and bool(truth)
-    if not is_list or not all(isinstance(call, dict) and len(call) == 1 for call in truth):
+    calls = truth if isinstance(truth, list) else []
+    is_valid = [isinstance(call, dict) and len(call) == 1 for call in calls]
+    if not calls or not all(is_valid):
         raise BadValue("column 'ground_truth' must hold calls: {name: {argument: [values]}}")
-    return list(truth)
+    return calls
 
 
 def _convert_xlam_tool(tool: Any) -> JsonObject:
-    """Return an xLAM tool in OpenAI's form: its parameters are described without a schema around."""
+    """Return an xLAM tool in OpenAI's form: its parameters are described without a schema
+    around them. Raises BadValue: they are not described."""
     if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
         raise BadValue("column 'tools' has a tool without a name")
     parameters = tool.get("parameters") or {}
@@ -137,6 +139,6 @@ LAYOUTS = (
         read=read_bfcl,
         summary="prompt from question, tools from function, answer from possible_answer",
         rewards=TOOL_CALLS,
-        companion=("possible_answer/{name}", "id"),
+        companion=Companion("possible_answer/{name}", key="id"),
     ),
 )

@@ -125,13 +125,13 @@ def describe_type(value: object) -> str:
 
 
 def _read_lines(file: BinaryIO) -> list[bytes]:
-    """Return the first lines that are not blank, up to `PROBED`, without a byte order mark; at least
-    one, which may be empty."""
+    """Return the first lines that are not blank, up to `PROBED`, without a byte order mark; at
+    least one, which may be empty."""
     file.seek(0)
     lines: list[bytes] = []
     for line in file:
         text = line.removeprefix(codecs.BOM_UTF8).rstrip()
-        # The first is judged by how it begins, the following also by their indentation.
+        # The first is judged by how it begins, the others also by their indentation.
         if not lines:
             text = text.lstrip()
         if text.strip():
@@ -149,6 +149,10 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
+def _are_objects(values: list[object]) -> bool:
+    return all(isinstance(value, dict) for value in values)
+
+
 def _find_only_list(text: bytes) -> list[object] | None:
     """Return the list of objects that the only object of a file holds, if it holds one such
     list."""
@@ -160,7 +164,7 @@ def _find_only_list(text: bytes) -> list[object] | None:
     if not isinstance(values, dict) or not values.keys().isdisjoint(("messages", "conversations")):
         return None
     lists = [value for value in values.values() if isinstance(value, list)]
-    tables = [rows for rows in lists if rows and all(isinstance(row, dict) for row in rows)]
+    tables = [rows for rows in lists if rows and _are_objects(rows)]
     # A table stands by itself, or beside a version: with more beside it, it is a column.
     is_table = len(tables) == 1 and len(values) - len(lists) <= 1
     return tables[0] if is_table else None

@@ -44,9 +44,9 @@ def is_place(source: str) -> bool:
     """Return whether a text may name a file, a glob, a folder or a data set of the hub: it exists,
     has a folder or a known suffix in it, or is an address."""
     # Not only what exists: pods may have files that are not here.
-    return bool(
-        "/" in source or _find_suffix(source) or glob.has_magic(source) or os.path.exists(source)
-    )
+    if "/" in source or glob.has_magic(source):
+        return True
+    return _find_suffix(source) is not None or os.path.exists(source)
 
 
 def open_files(
@@ -83,15 +83,19 @@ def _is_for_datasets(address: str) -> bool:
 
 def list_files(pattern: str, split: str) -> list[str]:
     """List the files that a path, a glob, or a folder's `split` names, sorted. Raises UserError."""
-    if local_path(pattern) is None or not (glob.has_magic(pattern) or Path(pattern).is_dir()):
+    if local_path(pattern) is None:
         return [pattern]
-    if Path(pattern).is_dir():
-        readable = [str(file) for file in Path(pattern).rglob("*") if _find_suffix(file.name)]
+    folder = Path(pattern)
+    if folder.is_dir():
+        readable = [str(file) for file in folder.rglob("*") if _find_suffix(file.name)]
         files = _choose_split(sorted(readable), pattern, split)
         if readable and not files:
             raise UserError("data", pattern, f"no file of the split {split!r} is there")
-    else:
+    elif glob.has_magic(pattern):
         files = sorted(glob.glob(pattern, recursive=True))
+    else:
+        # Whether it is there, its reader finds out.
+        return [pattern]
     if not files:
         raise UserError("data", pattern, f"no file there ends in one of {SUFFIXES}")
     return files
@@ -151,7 +155,9 @@ def digest_files(sources: Sequence[tuple[str, str]]) -> str | None:
 def _list_bytes(address: str, split: str) -> Iterator[str]:
     """Yield all files whose bytes decide about rows: of ``save_to_disk`` each that it wrote."""
     if hub.is_saved(address):
-        yield from (str(path) for path in sorted(Path(address).rglob("*")) if path.is_file())
+        for path in sorted(Path(address).rglob("*")):
+            if path.is_file():
+                yield str(path)
     else:
         yield from list_files(address, split)
 
