@@ -233,7 +233,11 @@ class Endpoint:
         self._stopping.clear()
         request = Request("canary", list(ids), [0])
         sampling = Sampling(0.0, 1, ())
-        body = {"sampling": asdict(sampling), "version": self.version, "prompt_logprobs": True}
+        body: JsonObject = {
+            "sampling": asdict(sampling),
+            "version": self.version,
+            "prompt_logprobs": True,
+        }
         (completion,) = self._retry(lambda url: self._complete_at(url, request, body, sampling))
         version = completion.start_version
         if version != self.version:
@@ -252,7 +256,7 @@ class Endpoint:
     def _complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         """Complete one prompt, over as many attempts as it takes."""
         demand = "min_version" if self.max_staleness else "version"
-        body = {"sampling": asdict(sampling), demand: self.version - self.max_staleness}
+        body: JsonObject = {"sampling": asdict(sampling), demand: self.version - self.max_staleness}
         if not self.options.partial_rollout:
             return self._retry(lambda url: self._complete_at(url, request, body, sampling))
         parts = [Partial(seed) for seed in request.seeds]
@@ -280,10 +284,11 @@ class Endpoint:
                 self.retries += 1
 
     def _complete_at(
-        self, url: str, request: Request, body: JsonMapping, sampling: Sampling
+        self, url: str, request: Request, body: JsonObject, sampling: Sampling
     ) -> list[Completion]:
         """Read all completions of one prompt from one answer."""
-        with self._send(url, {"requests": [asdict(request)]} | body) as messages:
+        payload: JsonObject = {"requests": [asdict(request)]}
+        with self._send(url, payload | body) as messages:
             for message in messages:
                 if "completions" in message:
                     fields = self._parse(Whole, message).completions
@@ -301,7 +306,7 @@ class Endpoint:
         self,
         url: str,
         request: Request,
-        body: JsonMapping,
+        body: JsonObject,
         sampling: Sampling,
         parts: Sequence[Partial],
     ) -> None:
@@ -322,7 +327,8 @@ class Endpoint:
                 Request(request.id, request.prompt_ids + part.ids, [part.derive_next_seed()])
                 for part in some
             ]
-            payload = {"requests": [asdict(each) for each in continued]} | body
+            payload: JsonObject = {"requests": [asdict(each) for each in continued]}
+            payload |= body
             payload["sampling"] = asdict(replace(sampling, max_tokens=sampling.max_tokens - length))
             payload["stream"] = True
             with self._send(url, payload) as messages:
