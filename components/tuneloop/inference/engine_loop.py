@@ -1,9 +1,11 @@
-"""The thread that owns a vLLM engine in a server: requests that come at the same time share its batches.
+"""The thread that owns a vLLM engine in a server.
 
-Commands run in their order. A change of weights happens between two steps: running requests finish first (``wait``) or
-go on with the new weights afterwards (``keep``). No request is admitted or stepped meanwhile, as the same thread does
-that; whether or not the change succeeds, it then continues with the waiting commands. So no pause can be forgotten,
-except one that a client requests (`EngineLoop.pause`, for a fleet that is refitted). An idle loop sleeps.
+Requests that come at the same time share its batches. Commands run in their order. A change of
+weights happens between two steps: running requests finish first (``wait``) or go on with the new
+weights afterwards (``keep``). No request is admitted or stepped meanwhile, as the same thread does
+that; whether or not the change succeeds, it then continues with the waiting commands. So no pause
+can be forgotten, except one that a client requests (`EngineLoop.pause`, for a fleet that is
+refitted). An idle loop sleeps.
 """
 
 import queue
@@ -31,8 +33,14 @@ Result = TypeVar("Result")
 
 @dataclass
 class Ticket:
-    """An admitted group of requests. `emit`: called on the engine's thread with (index of a request, its completions),
-    with (index, (number of a completion, `Tokens`)) for what is streamed, or with (-1, what went wrong)."""
+    """An admitted group of requests.
+
+    Attributes:
+        number: of the ticket, which no other has.
+        emit: called on the engine's thread with (index of a request, its completions), with (index,
+            (number of a completion, `Tokens`)) for what is streamed, or with (-1, what went wrong).
+        waiting: index of a request → its completions; None for those that are not finished.
+    """
 
     number: int
     emit: Callable[[int, Any], None]
@@ -46,9 +54,17 @@ class Ticket:
 
 
 class EngineLoop(threading.Thread):
-    """Serves an engine to many callers. Any thread may use `call`, `cancel`, `stop` and `trouble`; `call` runs the
-    other methods on this thread. `failed` is called once the engine has failed and the process can serve no more, and
-    `change_phase` when the engine goes to sleep (True) or wakes up."""
+    """Serves an engine to many callers.
+
+    Any thread may use `call`, `cancel`, `stop` and `trouble`; `call` runs the other methods on this
+    thread.
+
+    Attributes:
+        failed: called once the engine has failed and the process can serve no more.
+        change_phase: called when the engine goes to sleep (True) or wakes up (False).
+        broken: why the engine has failed, or empty.
+        waking: whether it is asleep, or awake without weights.
+    """
 
     def __init__(self, engine: Vllm) -> None:
         super().__init__(name="engine", daemon=True)
@@ -56,8 +72,10 @@ class EngineLoop(threading.Thread):
         self.failed: Callable[[], None] = lambda: None
         self.change_phase: Callable[[bool], None] = lambda asleep: None
         self.broken = ""
-        self.asleep = self.waking = False  # waking: asleep, or awake without weights yet
+        self.asleep = False
+        self.waking = False
         self.paused = False
+        # Requests that wait until a pause or sleep is over.
         self._held: list[Callable[[], None]] = []
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._cancelled: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
@@ -82,11 +100,25 @@ class EngineLoop(threading.Thread):
         mode: Mode = "wait",
         check: Callable[[Vllm], None] | None = None,
     ) -> dict[str, float]:
-        """Change to the weights of a model directory. `check` runs after the change, before a request sees the new
-        weights; an error that it raises poisons the engine until a later change succeeds. Return seconds: ``drain``,
-        until running requests have ended; then ``change`` and ``check``, the pause, in which nothing is stepped.
-        Raises UserError: the engine refuses the model, and serves what it served before."""
-        begun = time.perf_counter()
+        """Change to the weights of a model directory.
+
+        Args:
+            model: the directory.
+            version: of its weights.
+            digest: of the checkpoint that they are of.
+            mode: what becomes of running requests.
+            check: runs after the change, before a request sees the new weights. An error that it
+                raises poisons the engine until a later change succeeds.
+
+        Returns:
+            Seconds: ``drain``, until running requests have ended; then ``change`` and ``check``,
+            the pause, in which nothing is stepped.
+
+        Raises:
+            UserError: the engine refuses the model, and serves what it served before.
+            Refused: with 503, the change failed.
+        """
+        start = time.perf_counter()
         if mode == "wait" and not self.paused:
             self._drain()
         if self.broken or self.engine.suspended:
@@ -107,13 +139,13 @@ class EngineLoop(threading.Thread):
             self.engine.poison()
             failure = error
         self.waking = self.asleep
-        self._release()  # after a failure requests are refused until a version is loaded
+        # After a failure requests are refused until a version is loaded.
+        self._release()
         if failure:
-            raise Refused(
-                503, f"loading version {version} failed ({failure}); load a version again"
-            ) from failure
+            problem = f"loading version {version} failed ({failure}); load a version again"
+            raise Refused(503, problem) from failure
         return {
-            "drain": drained - begun,
+            "drain": drained - start,
             "change": changed - drained,
             "check": time.perf_counter() - changed,
         }
@@ -126,10 +158,25 @@ class EngineLoop(threading.Thread):
         min_version: int | None,
         emit: Callable[[int, Any], None],
         digest: str | None = None,
-        **how: bool,
+        *,
+        prompt_logprobs: bool = False,
+        stream: bool = False,
     ) -> Ticket:
-        """Admit requests; a deterministic engine first finishes earlier ones. `how`: ``prompt_logprobs`` and ``stream``
-        of `Vllm.submit`. Raises Refused: 409 for another version, 503 where none is served, 400 for bad requests."""
+        """Admit requests; a deterministic engine first finishes earlier ones.
+
+        Args:
+            requests: to complete.
+            sampling: of them all.
+            version: the one that has to be served; None: any.
+            min_version: the oldest that may be served; None: any.
+            emit: of the `Ticket`.
+            digest: of the checkpoint that has to be served; None: any.
+            prompt_logprobs: as `Vllm.submit`.
+            stream: as `Vllm.submit`.
+
+        Raises:
+            Refused: 409 for another version, 503 where none is served, 400 for bad requests.
+        """
         if self.engine.deterministic:
             self._drain()
         self._check(version, min_version, digest)
@@ -140,7 +187,12 @@ class EngineLoop(threading.Thread):
                 ticket.waiting[i] = [None] * len(request.seeds)
                 for j, seed in enumerate(request.seeds):
                     self.engine.submit(
-                        f"{ticket.number}-{i}-{j}", request.prompt_ids, seed, sampling, **how
+                        f"{ticket.number}-{i}-{j}",
+                        request.prompt_ids,
+                        seed,
+                        sampling,
+                        prompt_logprobs=prompt_logprobs,
+                        stream=stream,
                     )
         except ValueError as error:
             self.engine.abort(ticket.keys)
@@ -149,7 +201,10 @@ class EngineLoop(threading.Thread):
         return ticket
 
     def pause(self, mode: Mode) -> None:
-        """Generate nothing until `resume`: running requests end first (``wait``) or freeze (``keep``), others wait."""
+        """Generate nothing until `resume`.
+
+        Running requests end first (``wait``) or freeze (``keep``); new ones wait.
+        """
         if mode == "wait" and not self.paused:
             self._drain()
         self.paused = True
@@ -160,27 +215,39 @@ class EngineLoop(threading.Thread):
         self._release()
 
     def sleep(self, level: int) -> None:
-        """Release the device's memory once all requests have finished, as `Vllm.sleep` does; new requests wait."""
+        """Release the device's memory, as `Vllm.sleep` does, once all requests have finished.
+
+        New requests wait.
+        """
         self._drain()
         self.engine.sleep(level)
-        self.asleep = self.waking = True
+        self.asleep = True
+        self.waking = True
         self.change_phase(True)
 
     def wake_up(self) -> None:
-        """Take the device's memory again; where the weights are gone, requests wait until they are loaded."""
+        """Take the device's memory again.
+
+        Where the weights are gone, requests wait until they are loaded.
+        """
         self.change_phase(False)
         self.engine.wake_up()
-        self.asleep, self.waking = False, self.waking and not self.engine.digest
+        self.asleep = False
+        self.waking = self.waking and not self.engine.digest
         self._release()
 
     def call(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Future[Result]:
-        """Queue `work` for the engine's thread, between two steps; `generate` waits until a pause or sleep is over."""
+        """Queue `work` for the engine's thread, which runs it between two steps.
+
+        `generate` waits until a pause or sleep is over.
+        """
         answer: Future[Result] = Future()
 
         def execute() -> None:
             if work == self.generate and (self.paused or self.waking):
                 self._held.append(execute)
-            elif answer.set_running_or_notify_cancel():  # else the caller no longer waits
+            # Where the caller no longer waits, nothing is done.
+            elif answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(work(*args, **kwargs))
                 except Exception as error:
@@ -195,7 +262,8 @@ class EngineLoop(threading.Thread):
     def cancel(self, ticket: Ticket) -> None:
         """Drop what is still running of requests whose caller has left."""
         self._cancelled.put(ticket)
-        self._inbox.put(lambda: None)  # wake up
+        # The thread may be waiting for a command.
+        self._inbox.put(lambda: None)
 
     def stop(self) -> None:
         """End the thread after the current step."""
@@ -223,19 +291,20 @@ class EngineLoop(threading.Thread):
             self._step()
 
     def _check(self, version: int | None, min_version: int | None, digest: str | None) -> None:
-        served = self.engine.version
+        """Check that what is served may answer a request. Raises Refused where it may not."""
         if self.trouble:
             raise Refused(503, self.trouble)
-        if version not in (None, served) or (min_version is not None and served < min_version):
-            demand = (
-                f"version {version}" if version is not None else f"version {min_version} or later"
-            )
-            raise Refused(409, f"serves version {served}, {demand} was asked for; load it first")
-        if digest not in (None, self.engine.digest):
-            raise Refused(
-                409,
-                f"serves version {served} of {self.engine.digest}, {digest} was asked for; load it first",
-            )
+        served = f"version {self.engine.version}"
+        if version not in (None, self.engine.version):
+            demand = f"version {version}"
+        elif min_version is not None and self.engine.version < min_version:
+            demand = f"version {min_version} or later"
+        elif digest not in (None, self.engine.digest):
+            served += f" of {self.engine.digest}"
+            demand = str(digest)
+        else:
+            return
+        raise Refused(409, f"serves {served}, {demand} was asked for; load it first")
 
     def _step(self) -> None:
         """Drop cancelled requests, run one step of the engine, and emit finished completions."""
@@ -248,9 +317,8 @@ class EngineLoop(threading.Thread):
         try:
             for key, answer in self.engine.step():
                 self._finish(key, answer)
-        except (
-            Exception
-        ) as error:  # the engine is not trusted any more: tell all waiting and later callers
+        except Exception as error:
+            # The engine is not trusted any more: all waiting and later callers are told.
             self.broken = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             for ticket in self._tickets.values():
                 ticket.emit(-1, self.trouble)

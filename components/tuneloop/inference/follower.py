@@ -1,10 +1,11 @@
-"""A replica follows a root of weight versions (docs/weights.md): it serves while it pulls, and proves what it pulls.
+"""A replica follows a root of weight versions (docs/weights.md).
 
-The pointer is polled, and read at once when a client asks for a version that is not there yet. A version is fetched and
-its lineage and bytes are proved in a directory beside the engine. Only then does the engine pause, change in place,
-have its tensors read back, and go on. A failure before the change leaves the old version served; one in the change
-poisons the engine, and the directory is rebuilt from a full version. The version served is announced below the root, so
-that it is kept there (`tuneloop.weights.live`).
+It serves while it pulls, and proves what it pulls. The pointer is polled, and read at once when a
+client asks for a version that is not there yet. A version is fetched and its lineage and bytes are
+proved in a directory beside the engine. Only then does the engine pause, change in place, have its
+tensors read back, and go on. A failure before the change leaves the old version served; one in the
+change poisons the engine, and the directory is rebuilt from a full version. The version served is
+announced below the root, so that it is kept there (`tuneloop.weights.live`).
 """
 
 import os
@@ -30,10 +31,22 @@ from tuneloop.weights.versions import Chain
 
 
 class Follower(threading.Thread):
-    """Keeps an engine at the latest version below a root, whose pointer it reads every `poll_s` seconds. `directory`,
-    in which versions are assembled, is never emptied, so that a restart fetches deltas only. `trouble`: why the latest
-    version is not served, or empty. `pulled`: seconds, bytes and tensors of the last pull. `changing`: the version that
-    the engine changes to, until its weights are verified; else -1."""
+    """Keeps an engine at the latest version below a root.
+
+    Args:
+        loop: of the engine.
+        root: URL below which versions are published.
+        directory: in which versions are assembled. It is never emptied, so that a restart fetches
+            deltas only.
+        poll_s: seconds between two reads of the pointer.
+        mode: what becomes of running requests when weights change.
+        base: the model that versions start on, where version 0 stores none.
+
+    Attributes:
+        trouble: why the latest version is not served, or empty.
+        pulled: seconds, bytes and tensors of the last pull.
+        changing: the version that the engine changes to, until its weights are verified; else -1.
+    """
 
     def __init__(
         self,
@@ -52,27 +65,28 @@ class Follower(threading.Thread):
         self.poll_s = poll_s
         self.mode = mode
         self.trouble = ""
-        self.pulled = JsonObject()
+        self.pulled: JsonObject = {}
         self.changing = -1
         self._wake = threading.Event()
-        self._one = threading.RLock()
-        self._seen = ""
+        # Only one thread changes the engine, or reads its tensors, at a time.
+        self._lock = threading.RLock()
+        self._latest_ref = ""
         self._stopping = False
         self._name = f"{socket.gethostname()}-{os.getpid()}"
-        self._said: tuple[int, float] = (-1, 0.0)
+        self._announced_version = -1
+        self._announced_at = 0.0
 
     def run(self) -> None:
         while not self._stopping:
             try:
                 self._look()
                 self.trouble = ""
-            except (
-                Exception
-            ) as error:  # any error: if the follower died, old weights would be served for ever
-                expected = isinstance(error, (UserError, Retryable, Refused))
-                trouble = str(error) if expected else f"{type(error).__name__}: {error}"
+            except Exception as error:
+                # If the follower died of an error, old weights would be served for ever.
+                is_expected = isinstance(error, UserError | Retryable | Refused)
+                trouble = str(error) if is_expected else f"{type(error).__name__}: {error}"
                 if trouble != self.trouble:
-                    print(f"serve: {trouble}", file=sys.stderr, flush=True)
+                    _print_event(trouble)
                 self.trouble = trouble
             self._announce()
             self._wake.wait(self.poll_s)
@@ -86,73 +100,76 @@ class Follower(threading.Thread):
         """End after the current pull, and withdraw the announcement."""
         self._stopping = True
         self.wake()
-        if self._said[0] >= 0:
-            with suppress(UserError, Retryable):  # a lease that is not removed expires
+        if self._announced_version >= 0:
+            # A lease that is not removed expires.
+            with suppress(UserError, Retryable):
                 live.withdraw_replica(self.store, self._name)
 
     def reach(self, version: int, digest: str, *, force: bool = False) -> None:
-        """Serve `version`, published from the checkpoint `digest`, before returning. Raises Refused: 409 where it is
-        not published yet; UserError: another checkpoint was published under this number."""
+        """Serve `version`, published from the checkpoint `digest`, before returning.
+
+        Raises:
+            Refused: with 409, the version is not published yet.
+            UserError: another checkpoint was published under this number.
+        """
         chain = Chain(self.store)
+        url = self.store.url
         if version not in chain.versions:
-            raise Refused(409, f"version {version} is not published below {self.store.url} yet")
-        entry = chain.entry(version)
-        if entry.index.tuneloop.source not in (None, digest):
-            where = f"of {self.store.url} was published from {entry.index.tuneloop.source}, not {digest}"
-            raise UserError("version", version, f"{where}; follow the root of this run")
+            raise Refused(409, f"version {version} is not published below {url} yet")
+        source = chain.entry(version).index.tuneloop.source
+        if source not in (None, digest):
+            problem = f"of {url} was published from {source}, not {digest}"
+            raise UserError("version", version, f"{problem}; follow the root of this run")
         self._pull(version, force=force)
 
     def verify(self) -> tuple[int, Readback]:
-        """Compare all tensors of the engine with its files; return the version that is served, and the result."""
+        """Compare all tensors of the engine with its files; return the version served, too."""
         engine = self.loop.engine
-        with self._one:
-            comparison = self.loop.call(
-                lambda: (engine.version, read_back(engine.engine, self.directory))
-            )
-            return comparison.result()
+
+        def compare() -> tuple[int, Readback]:
+            return engine.version, read_back(engine.engine, self.directory)
+
+        with self._lock:
+            return self.loop.call(compare).result()
 
     def _look(self) -> None:
+        """Pull the latest version, if it is new or the engine has lost its own."""
         latest = pointer.read_pointer(self.store)
-        with self._one:  # during a change the engine has neither version
-            lost = self.loop.trouble and not self.loop.broken and not self.loop.asleep
-            if latest is not None and (latest.ref != self._seen or lost):
+        # During a change, which has the lock, the engine has neither version.
+        with self._lock:
+            is_lost = self.loop.trouble and not self.loop.broken and not self.loop.asleep
+            if latest is not None and (latest.ref != self._latest_ref or is_lost):
                 self._pull(latest.version)
-                self._seen = latest.ref
+                self._latest_ref = latest.ref
 
     def _announce(self) -> None:
         """Announce the served version, if it is new or the last announcement is old."""
         version = self.loop.engine.version
         now = time.monotonic()
-        if (
-            version < 0
-            or self._stopping
-            or (version == self._said[0] and now - self._said[1] < live.RENEW_S)
-        ):
+        is_fresh = now - self._announced_at < live.RENEW_S
+        if version < 0 or self._stopping or (version == self._announced_version and is_fresh):
             return
-        self._said = version, now
+        self._announced_version = version
+        self._announced_at = now
         try:
             live.announce_version(self.store, self._name, version)
         except (UserError, Retryable) as error:
             remedy = f"pin version {version} where versions are dropped (tuneloop weights gc --pin)"
-            print(
-                f"serve: cannot announce the served version ({error}); {remedy}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _print_event(f"cannot announce the served version ({error}); {remedy}")
 
     def _pull(self, version: int, *, force: bool = False) -> None:
-        with self._one:
+        """Fetch a version, and change to it. `force`: also if it is served, from a full version."""
+        engine = self.loop.engine
+        with self._lock:
             if force:
-                (self.directory / MARKER).unlink(missing_ok=True)  # rebuild from a full version
-            done = materialize_version(
+                (self.directory / MARKER).unlink(missing_ok=True)
+            fetched = materialize_version(
                 self.store, version, self.directory, base=self.base, shared=True
             )
-            digest = done.source or done.ref
-            if (self.loop.engine.version, self.loop.engine.digest) == (
-                version,
-                digest,
-            ) and not force:
-                return  # a step that changed nothing gives another version the same digest
+            digest = fetched.source or fetched.ref
+            # A step that changed nothing gives another version the same digest.
+            if (engine.version, engine.digest) == (version, digest) and not force:
+                return
             self.pulled = {}
             self.changing = version
             comparisons: list[Readback] = []
@@ -164,50 +181,64 @@ class Follower(threading.Thread):
                 engine.tensor_proof = engine.summarize(comparison, files_digest)
 
             try:
-                took = self.loop.call(
+                timings = self.loop.call(
                     self.loop.change, self.directory, version, digest, self.mode, prove
                 ).result()
-                self.trouble, self.pulled = "", _about(done, took, comparisons[0])
+                self.trouble = ""
+                self.pulled = _describe_pull(fetched, timings, comparisons[0])
             except Refused:
                 (self.directory / MARKER).unlink(missing_ok=True)
                 raise
             finally:
                 self.changing = -1
-            with suppress(
-                UserError, Retryable
-            ):  # it is for people and reports (`tuneloop.runs.delivery`)
+            # The record is for people and reports (`tuneloop.runs.delivery`).
+            with suppress(UserError, Retryable):
                 live.record_pull(self.store, self._name, self.pulled)
 
     def converged_s(self) -> float | None:
-        """Compute the seconds from publishing the version last pulled until it was served; None where unknown."""
+        """Compute the seconds from publishing the version last pulled until it was served.
+
+        None where they are unknown.
+        """
         record = read_publication(self.store, self.pulled["version"]) if self.pulled else None
         return None if record is None else max(0.0, self.pulled["served_at"] - record["at"])
 
 
 def prove_tensors(engine: Vllm, model: Path) -> Readback:
-    """Verify that the engine holds every tensor in `model`. Raises RuntimeError if some differ, or cannot be read."""
+    """Verify that the engine holds every tensor in `model`.
+
+    Raises:
+        RuntimeError: some differ, or cannot be read.
+    """
     comparison = read_back(engine.engine, model, PROBE)
-    for names, what in (
-        (comparison.different, "differ"),
-        (comparison.unread, "cannot be read back from this engine"),
-    ):
+    problems = {
+        "differ": comparison.different,
+        "cannot be read back from this engine": comparison.unread,
+    }
+    for problem, names in problems.items():
         if names:
-            raise RuntimeError(
-                f"{len(names)} of {comparison.tensors} tensors {what}, {names[0]} among them"
-            )
+            count = f"{len(names)} of {comparison.tensors} tensors"
+            raise RuntimeError(f"{count} {problem}, {names[0]} among them")
     return comparison
 
 
-def _about(done: Materialized, took: dict[str, float], comparison: Readback) -> JsonObject:
-    return {
-        "version": done.version,
-        "deltas": done.deltas,
-        "full": done.full,
-        "read_bytes": done.read_bytes,
-        **{f"{name}_s": seconds for name, seconds in done.timings.items()},
-        **{f"{name}_s": seconds for name, seconds in took.items()},
-        "pause_s": took["change"] + took["check"],
-        "tensors": comparison.tensors,
-        "identical": comparison.identical,
-        "served_at": time.time(),
+def _print_event(line: str) -> None:
+    print(f"serve: {line}", file=sys.stderr, flush=True)
+
+
+def _describe_pull(
+    fetched: Materialized, timings: dict[str, float], comparison: Readback
+) -> JsonObject:
+    pull: JsonObject = {
+        "version": fetched.version,
+        "deltas": fetched.deltas,
+        "full": fetched.full,
+        "read_bytes": fetched.read_bytes,
     }
+    for name, seconds in (fetched.timings | timings).items():
+        pull[f"{name}_s"] = seconds
+    pull["pause_s"] = timings["change"] + timings["check"]
+    pull["tensors"] = comparison.tensors
+    pull["identical"] = comparison.identical
+    pull["served_at"] = time.time()
+    return pull

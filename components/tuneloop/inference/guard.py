@@ -1,4 +1,7 @@
-"""Checks of every request before the application sees it: its token, the size of its body, the time of its headers."""
+"""Checks of every request before the application sees it.
+
+They are of its token, of the size of its body, and of the time until its headers have arrived.
+"""
 
 import asyncio
 import hmac
@@ -17,11 +20,22 @@ from tuneloop.inference import refusals
 HEADERS_S = 20.0
 """Seconds within which a new connection must send a request with a token."""
 STRANGERS = 1024
-"""The maximum number of open connections without a token, or half the limit of file descriptors if that is lower."""
+"""The maximum number of open connections without a token.
+
+It is half the limit of file descriptors, if that is lower.
+"""
 
 
 class TokenGuard:
-    """Lets requests pass that have a token of the run's file, if there is one (`tuneloop.core.server_token`)."""
+    """Lets requests pass that have a token of the run's file (`tuneloop.core.server_token`).
+
+    Where there is no such file, all pass.
+
+    Args:
+        app: the ASGI application behind it.
+        open_paths: paths that need no token.
+        max_bytes: called with the path; returns the maximum bytes of a body.
+    """
 
     def __init__(
         self, app: Any, open_paths: Sequence[str], max_bytes: Callable[[str], int]
@@ -31,59 +45,76 @@ class TokenGuard:
         self.max_bytes = max_bytes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer 401 to a request without a token; read at most `max_bytes` of a body for its path, else answer 413."""
+        """Answer 401 to a request without a token, and 413 to a body that is too long."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        left = most = self.max_bytes(scope["path"])
-        sent = Headers(scope=scope).get("authorization", "").encode()
+        limit = self.max_bytes(scope["path"])
+        size = 0
 
         async def receive_part() -> Any:
-            nonlocal left
+            # Counted as it arrives: a client may state no length, or a wrong one.
+            nonlocal size
             message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                raise HTTPException(
-                    413, f"the body has more than {most} bytes; send less at a time"
-                )
+            size += len(message.get("body", b""))
+            if size > limit:
+                problem = f"the body has more than {limit} bytes; send less at a time"
+                raise HTTPException(413, problem)
             return message
 
         if scope["path"] not in self.open_paths:
-            tokens = read_tokens()
-            if tokens and not any(
-                hmac.compare_digest(sent, f"Bearer {token}".encode()) for token in tokens
-            ):
-                told = f"no token of this run: send Authorization: Bearer TOKEN, from the file that {VARIABLE} names"
-                return await (await refusals.refuse_stranger(told))(scope, receive, send)
+            if not _has_token(Headers(scope=scope)):
+                response = await refusals.refuse_stranger(
+                    "no token of this run: send Authorization: Bearer TOKEN, "
+                    f"from the file that {VARIABLE} names"
+                )
+                return await response(scope, receive, send)
             scope.setdefault("state", {})["caller"] = "of the run"
         await self.app(scope, receive_part, send)
 
 
+def _has_token(headers: Headers) -> bool:
+    """Whether a request has a token of the run, or needs none."""
+    tokens = read_tokens()
+    authorization = headers.get("authorization", "").encode()
+    accepted = [f"Bearer {token}".encode() for token in tokens]
+    # Compared in constant time, so that the time of an answer says nothing of a token.
+    return not tokens or any(hmac.compare_digest(authorization, value) for value in accepted)
+
+
 class TimedProtocol(H11Protocol):
-    """uvicorn's HTTP, which closes connections without a token: each after `HEADERS_S`, and the oldest of more than
-    `STRANGERS` (clients with a token send it at once). Addresses tell nothing: behind a proxy all peers have one."""
+    """uvicorn's HTTP, which closes connections without a token.
+
+    Each is closed after `HEADERS_S`, and the oldest of more than `STRANGERS`, as clients with a
+    token send it at once. Addresses tell nothing: behind a proxy all peers have one.
+
+    Attributes:
+        strangers: connections without a token so far, the oldest first, with their timers.
+        had_token: whether the last request that was answered had a token; the next one may not have
+            been checked yet.
+    """
 
     strangers: ClassVar[OrderedDict["TimedProtocol", asyncio.TimerHandle]] = OrderedDict()
-    known = False  # whether the last answered request had a token: the next one may not have been checked yet
+    had_token = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.strangers[self] = self.loop.call_later(HEADERS_S, self._judge)
-        while len(self.strangers) > min(
-            STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-        ):
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        while len(self.strangers) > min(STRANGERS, descriptors // 2):
             next(iter(self.strangers))._judge()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if clock := self.strangers.pop(self, None):
-            clock.cancel()
+        timer = self.strangers.pop(self, None)
+        if timer:
+            timer.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        self.known = "caller" in self.scope["state"]
+        self.had_token = "caller" in self.scope["state"]
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP; if it is the connection's first, as late as with a 401."""
+        """Answer a request that is not HTTP; the connection's first as late as with 401."""
 
         def answer() -> None:
             if not self.transport.is_closing():
@@ -96,6 +127,9 @@ class TimedProtocol(H11Protocol):
             answer()
 
     def _judge(self) -> None:
+        """Close the connection, unless a token has arrived."""
         self.strangers.pop(self).cancel()
-        if not self.known and (self.scope is None or "caller" not in self.scope["state"]):
-            self.transport.abort()  # close() would wait until the peer has read everything
+        has_token = self.scope is not None and "caller" in self.scope["state"]
+        if not self.had_token and not has_token:
+            # close() would wait until the peer has read everything.
+            self.transport.abort()

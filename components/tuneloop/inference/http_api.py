@@ -1,5 +1,8 @@
-"""The HTTP interface of a rollout server, in token ids, without text. docs/weights.md has its routes and refusals. All
-but ``/health`` and ``/metrics`` need the run's token, where there is one (`tuneloop.core.server_token`)."""
+"""The HTTP interface of a rollout server, in token ids, without text.
+
+docs/weights.md has its routes and refusals. All but ``/health`` and ``/metrics`` need the run's
+token, where there is one (`tuneloop.core.server_token`).
+"""
 
 import asyncio
 import contextlib
@@ -36,9 +39,11 @@ ALWAYS = ("ids", "logprobs")
 OPEN = ("/health", "/metrics")
 """Paths that need no token: kubelets, Prometheus and autoscalers have none."""
 BATCH_BYTES = 2**22
+"""Maximum bytes of a body of ``/generate``, unless one prompt needs more."""
 ORDER_BYTES = 2**16
+"""Maximum bytes of any other body."""
 ID_BYTES = 8
-"""Maximum bytes of a body of ``/generate``, unless one prompt needs more; of other bodies; of a token id in a body."""
+"""Maximum bytes of a token id in a body."""
 WAIT_S = 600.0
 """The maximum seconds that a request waits while the engine sleeps, wakes up or is paused."""
 Version = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -57,7 +62,16 @@ class GenerateBody(BaseModel):
 
 
 class HttpApi:
-    """The HTTP side of an `EngineLoop`. `attempts`: the store that counts this server's starts without an answer."""
+    """The HTTP side of an `EngineLoop`.
+
+    Attributes:
+        follower: pulls published versions; None: clients load checkpoints.
+        attempts: the store that counts this server's starts without an answer; None once it has
+            given one.
+        used: set once a client has generated with the weights that it loaded.
+        reserved: the version and digest that was loaded last, which no other replaces before
+            `reserved_until` unless it was used.
+    """
 
     def __init__(
         self, loop: EngineLoop, follower: Follower | None = None, attempts: Store | None = None
@@ -67,43 +81,46 @@ class HttpApi:
         self.attempts = attempts
         self.loading = threading.Lock()
         self.used = threading.Event()
-        self.kept_until = 0.0
-        self.kept: tuple[int, str] | None = None
+        self.reserved_until = 0.0
+        self.reserved: tuple[int, str] | None = None
 
     def app(self) -> FastAPI:
         app = create_app(400)
         app.add_middleware(TokenGuard, open_paths=OPEN, max_bytes=self.limit_body)
-        gets: JsonObject = {
-            "/health": self.health,
-            "/version": self.version,
-            "/metrics": self.metrics,
+        # FastAPI reads the signature of each method: it runs plain functions on threads.
+        routes: dict[str, Callable[..., Any]] = {
+            "GET /health": self.health,
+            "GET /version": self.version,
+            "GET /metrics": self.metrics,
+            "POST /load": self.load,
+            "POST /generate": self.generate,
+            "POST /verify": self.verify,
+            "POST /engine/pause_generation": self.pause,
+            "POST /engine/update_weights_from_disk": self.update,
+            "POST /engine/flush_cache": self.flush,
+            "POST /engine/resume_generation": self.resume,
+            "POST /engine/get_weight_version": self.label,
+            "POST /sleep": self.sleep,
+            "POST /wake_up": self.wake_up,
         }
-        posts: dict[str, Callable[..., Any]] = {
-            "/load": self.load,
-            "/generate": self.generate,
-            "/verify": self.verify,
-            "/engine/pause_generation": self.pause,
-            "/engine/update_weights_from_disk": self.update,
-            "/engine/flush_cache": self.flush,
-            "/engine/resume_generation": self.resume,
-            "/engine/get_weight_version": self.label,
-            "/sleep": self.sleep,
-            "/wake_up": self.wake_up,
-        }
-        for method, routes in (("GET", gets), ("POST", posts)):
-            for path, answer in routes.items():
-                app.add_api_route(path, answer, methods=[method], response_model=None)
+        for route, answer in routes.items():
+            method, path = route.split()
+            app.add_api_route(path, answer, methods=[method], response_model=None)
         return app
 
     def limit_body(self, path: str) -> int:
-        """Return the maximum bytes of a body: parsing it (100 ms for 4 MiB of token ids) delays all other requests."""
-        return ORDER_BYTES + (
-            max(BATCH_BYTES, ID_BYTES * self.loop.engine.context) if path == "/generate" else 0
-        )
+        """Return the maximum bytes of a body.
+
+        Parsing it (100 ms for 4 MiB of token ids) delays all other requests.
+        """
+        if path != "/generate":
+            return ORDER_BYTES
+        return ORDER_BYTES + max(BATCH_BYTES, ID_BYTES * self.loop.engine.context)
 
     def served(self) -> JsonObject:
+        """Describe the version that is served, and how it came here."""
         engine = self.loop.engine
-        status = {
+        status: JsonObject = {
             "version": engine.version,
             "digest": engine.digest,
             "engine": engine.name,
@@ -113,19 +130,17 @@ class HttpApi:
             status["tensors"] = asdict(engine.tensor_proof)
         if engine.determinism:
             status["determinism"] = engine.determinism
-        if self.follower:  # in this order: `pulled` is set before `changing` is reset
-            status |= (
-                {"version": -1, "digest": ""} if self.follower.changing == status["version"] else {}
-            )
-            pulled = self.follower.pulled and {
-                **self.follower.pulled,
-                "converged_s": self.follower.converged_s(),
-            }
-            status |= {
-                "follows": self.follower.store.url,
-                "trouble": self.follower.trouble,
-                "pulled": pulled,
-            }
+        follower = self.follower
+        if follower:
+            # Read before `pulled`, which is set before `changing` is reset: a client that sees the
+            # new version also sees its pull.
+            if follower.changing == status["version"]:
+                status |= {"version": -1, "digest": ""}
+            status["follows"] = follower.store.url
+            status["trouble"] = follower.trouble
+            status["pulled"] = follower.pulled
+            if follower.pulled:
+                status["pulled"] = follower.pulled | {"converged_s": follower.converged_s()}
         return status
 
     async def health(self) -> dict[str, str]:
@@ -149,50 +164,49 @@ class HttpApi:
         force: Annotated[bool, Body()] = False,
         keep_s: Annotated[float, Body(ge=0, le=60)] = 0.0,
     ) -> JsonObject:
-        """Fetch and verify a policy while requests run, then change to it. No other load replaces it for `keep_s`
-        seconds or until it has generated, so that clients that load different policies all get to generate."""
+        """Fetch and verify a policy while requests run, then change to it.
+
+        No other load replaces it for `keep_s` seconds or until it has generated, so that clients
+        that load different policies all get to generate.
+        """
         if self.follower:
             digest = split_ref(ref)[1]
             if version is None or digest is None:
-                raise UserError(
-                    "ref", ref, "a server that follows needs the version, and a ref with a digest"
-                )
+                remedy = "a server that follows needs the version, and a ref with a digest"
+                raise UserError("ref", ref, remedy)
             self.follower.reach(version, digest, force=force)
-        else:
-            policy = _fetch(ref)
-            engine = self.loop.engine
-            wanted = (VersionFacts.read(policy).version, policy.manifest.digest)
-            with self.loading:
-                if force or (engine.version, engine.digest) != wanted:
-                    if wanted != self.kept:
-                        self.used.wait(max(0.0, self.kept_until - time.monotonic()))
-                    change_policy(self.loop, policy).result()
-                    self.used.clear()
-                    self.kept = wanted
-                    self.kept_until = time.monotonic() + keep_s
-                return self.served()
-        return self.served()
+            return self.served()
+        policy = _fetch(ref)
+        engine = self.loop.engine
+        target = (VersionFacts.read(policy).version, policy.manifest.digest)
+        with self.loading:
+            if force or (engine.version, engine.digest) != target:
+                if target != self.reserved:
+                    self.used.wait(max(0.0, self.reserved_until - time.monotonic()))
+                change_policy(self.loop, policy).result()
+                self.used.clear()
+                self.reserved = target
+                self.reserved_until = time.monotonic() + keep_s
+            return self.served()
 
     async def generate(self, body: GenerateBody) -> StreamingResponse:
         if body.stream and body.prompt_logprobs:
-            raise UserError(
-                "stream", True, "cannot be combined with prompt_logprobs; request one of them"
-            )
-        here = asyncio.get_running_loop()
+            remedy = "cannot be combined with prompt_logprobs; request one of them"
+            raise UserError("stream", True, remedy)
+        http_loop = asyncio.get_running_loop()
         events = asyncio.Queue[tuple[int, Any]]()
 
         def emit(index: int, message: Any) -> None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the server has ended, and the engine is not to blame
-                here.call_soon_threadsafe(events.put_nowait, (index, message))
+            # After the server has ended this fails, for which the engine is not to blame.
+            with contextlib.suppress(RuntimeError):
+                http_loop.call_soon_threadsafe(events.put_nowait, (index, message))
 
         ticket = await self._admit(body, emit)
-        if not body.prompt_logprobs:  # which prove weights
+        # Scores only prove weights.
+        if not body.prompt_logprobs:
             self.used.set()
-        return StreamingResponse(
-            self._stream(ticket, events, body), media_type="application/x-ndjson"
-        )
+        answer = self._stream(ticket, events, body)
+        return StreamingResponse(answer, media_type="application/x-ndjson")
 
     def verify(self) -> JsonObject:
         """Compare all that the engine holds with the files that it was loaded from."""
@@ -213,54 +227,59 @@ class HttpApi:
             raise UserError("verify", str(engine.files), remedy) from error
 
     async def pause(self, mode: Annotated[Mode, Body(embed=True)] = "wait") -> dict[str, str]:
-        """Generate nothing until `resume`; Dynamo's callers also say ``clear_cache``, which a change does anyway."""
-        return await self._have(self.loop.pause, mode)
+        """Generate nothing until `resume`.
+
+        Dynamo's callers also say ``clear_cache``, which a change does anyway.
+        """
+        return await self._run(self.loop.pause, mode)
 
     async def update(
         self,
         model_path: Annotated[str, Body()],
         weight_version: Annotated[str, Body(pattern=r"^\d+@\S+$")],
     ) -> dict[str, str]:
-        """Serve a verified checkpoint, given by its ``model`` directory or reference and ``<version>@<its digest>``."""
+        """Serve a verified checkpoint.
+
+        `model_path` is its ``model`` directory or its reference, and `weight_version`
+        ``<version>@<its digest>``.
+        """
         if self.follower:
-            raise UserError(
-                "model_path", model_path, "this server follows --weights; publish the version there"
-            )
+            remedy = "this server follows --weights; publish the version there"
+            raise UserError("model_path", model_path, remedy)
         path = Path(model_path)
         digest = weight_version.partition("@")[2]
-        around = path.is_absolute() and path.name == "model"  # its parent is the artifact
-        url = str(path.parent.parent) if around else split_ref(model_path)[0]
+        # The checkpoint is the artifact around the directory.
+        is_directory = path.is_absolute() and path.name == "model"
+        url = str(path.parent.parent) if is_directory else split_ref(model_path)[0]
         policy = await asyncio.to_thread(_fetch, f"{url}@{digest}")
         await asyncio.wrap_future(change_policy(self.loop, policy))
         return await self.label()
 
     async def flush(self) -> dict[str, str]:
-        return await self._have(self.loop.engine.flush)
+        return await self._run(self.loop.engine.flush)
 
     async def resume(self) -> dict[str, str]:
-        return await self._have(self.loop.resume)
+        return await self._run(self.loop.resume)
 
     async def label(self) -> dict[str, str]:
-        """Answer with the version served, as `update` was told it; empty while nothing is served."""
+        """Answer with the `weight_version` that is served; empty while there is none."""
         engine = self.loop.engine
-        return {
-            "status": "ok",
-            "version": f"{engine.version}@{engine.digest}" if engine.digest else "",
-        }
+        version = f"{engine.version}@{engine.digest}" if engine.digest else ""
+        return {"status": "ok", "version": version}
 
     async def sleep(
         self, level: Annotated[int, Body(embed=True, ge=1, le=2)] = 1
     ) -> dict[str, str]:
-        """Release the device's memory: level 1 keeps the weights on the host, level 2 drops them."""
-        return await self._have(self.loop.sleep, level, status="asleep")
+        """Release the device's memory: level 1 keeps the weights on the host, 2 drops them."""
+        return await self._run(self.loop.sleep, level, status="asleep")
 
     async def wake_up(self) -> dict[str, str]:
-        answer = await self._have(self.loop.wake_up, status="awake")
+        answer = await self._run(self.loop.wake_up, status="awake")
         if self.follower:
             self.follower.wake()
         return answer
 
-    async def _have(
+    async def _run(
         self, work: Callable[..., None], *args: Any, status: str = "ok"
     ) -> dict[str, str]:
         """Run `work` on the engine's thread, and answer once it is done."""
@@ -268,31 +287,36 @@ class HttpApi:
         return {"status": status}
 
     async def _admit(self, body: GenerateBody, emit: Callable[[int, Any], None]) -> Ticket:
-        how = {"prompt_logprobs": body.prompt_logprobs, "stream": body.stream}
-        versions = body.version, body.min_version
+        """Have the engine's thread admit a request. Raises Refused as `EngineLoop.generate`."""
         admitted = self.loop.call(
-            self.loop.generate, body.requests, body.sampling, *versions, emit, body.digest, **how
+            self.loop.generate,
+            body.requests,
+            body.sampling,
+            body.version,
+            body.min_version,
+            emit,
+            body.digest,
+            prompt_logprobs=body.prompt_logprobs,
+            stream=body.stream,
         )
         answer: asyncio.Future[Ticket] = asyncio.wrap_future(admitted)
         try:
             while not (await asyncio.wait({answer}, timeout=WAIT_S))[0]:
-                if (
-                    self.loop.paused or self.loop.waking
-                ):  # else weights are being changed, which takes a limited time
-                    raise Refused(
-                        503, f"waited {WAIT_S:g} s; {self.loop.trouble or 'generation is paused'}"
-                    )
+                # Else weights are being changed, which takes a limited time.
+                if self.loop.paused or self.loop.waking:
+                    reason = self.loop.trouble or "generation is paused"
+                    raise Refused(503, f"waited {WAIT_S:g} s; {reason}")
             return answer.result()
         except Refused as refused:
             if refused.status == 409 and self.follower:
                 self.follower.wake()
                 if self.follower.trouble:
-                    raise Refused(
-                        409, f"{refused}; it cannot be pulled: {self.follower.trouble}"
-                    ) from refused
+                    reason = f"{refused}; it cannot be pulled: {self.follower.trouble}"
+                    raise Refused(409, reason) from refused
             raise
         finally:
-            if not answer.done():  # the client has left
+            # The client has left before it was admitted.
+            if not answer.done():
                 answer.cancel()
                 admitted.add_done_callback(self._drop)
 
@@ -304,23 +328,28 @@ class HttpApi:
     async def _stream(
         self, ticket: Ticket, events: asyncio.Queue[tuple[int, Any]], body: GenerateBody
     ) -> AsyncIterator[bytes]:
-        left = len(body.requests)
+        """Yield the lines of an answer. If the client hangs up, the rest is cancelled."""
+        remaining = len(body.requests)
         try:
-            while left:
+            while remaining:
                 try:
                     index, message = await asyncio.wait_for(events.get(), 1.0)
                 except TimeoutError:
+                    # An empty line tells a slow server from a dead one.
                     yield b"\n"
                     continue
                 if index < 0:
-                    yield _line({"error": message})
+                    yield _encode_line({"error": message})
                     return
                 if isinstance(message, tuple):
-                    yield _line({"index": index, "sample": message[0], **asdict(message[1])})
+                    sample, tokens = message
+                    yield _encode_line({"index": index, "sample": sample} | asdict(tokens))
                     continue
-                left -= 1
-                yield _line({"index": index, "completions": [_said(c) for c in message]})
-                if self.attempts and not body.prompt_logprobs:  # a proof is no progress
+                remaining -= 1
+                completions = [_describe_completion(completion) for completion in message]
+                yield _encode_line({"index": index, "completions": completions})
+                # A proof of the weights is no progress.
+                if self.attempts and not body.prompt_logprobs:
                     attempts = self.attempts
                     self.attempts = None
                     await asyncio.to_thread(record_progress, attempts)
@@ -348,19 +377,19 @@ def change_policy(loop: EngineLoop, policy: Artifact) -> Future[dict[str, float]
 
 
 def _fetch(ref: str) -> Artifact:
+    """Fetch and verify a checkpoint's model, on a thread that blocks no other request."""
     policy = Artifact(ref)
-    policy.part("model")  # fetched and verified here, on a thread that blocks no other request
+    policy.part("model")
     return policy
 
 
-def _said(completion: Completion) -> JsonObject:
+def _describe_completion(completion: Completion) -> JsonObject:
     """Return a completion as JSON, without fields that were not requested."""
+    fields = asdict(completion)
     return {
-        name: value
-        for name, value in asdict(completion).items()
-        if value not in ([], None) or name in ALWAYS
+        name: field for name, field in fields.items() if name in ALWAYS or field not in ([], None)
     }
 
 
-def _line(value: Any) -> bytes:
-    return json.dumps(value).encode() + b"\n"
+def _encode_line(message: JsonObject) -> bytes:
+    return json.dumps(message).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Refusals of a server, and how an application of FastAPI answers with them: ``{"error": one line}``."""
+"""Refusals of a server, and how an application of FastAPI answers: ``{"error": one line}``."""
 
 import asyncio
 
@@ -12,7 +12,10 @@ from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import Retryable, UserError
 
 REFUSAL_S = 1.0
-"""Seconds before a request without a valid token is answered, so that a connection cannot guess tokens faster."""
+"""Seconds before a request without a valid token is answered.
+
+A connection can guess tokens no faster.
+"""
 
 
 class Refused(RuntimeError):
@@ -23,48 +26,57 @@ class Refused(RuntimeError):
         super().__init__(reason)
 
 
-async def refuse_stranger(told: str) -> JSONResponse:
-    """Answer 401 after `REFUSAL_S`, and close the connection; the rest of the request is not read."""
+async def refuse_stranger(reason: str) -> JSONResponse:
+    """Answer 401 after `REFUSAL_S`, and close the connection; the rest is not read."""
     await asyncio.sleep(REFUSAL_S)
-    return JSONResponse({"error": told}, 401, {"WWW-Authenticate": "Bearer", "Connection": "close"})
+    headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
+    return JSONResponse({"error": reason}, 401, headers)
 
 
 def create_app(mistake: int) -> FastAPI:
-    """Create an application that turns errors into answers: UserError with status `mistake`, Retryable with 503."""
+    """Create an application that turns errors into answers.
+
+    UserError and errors of validation get the status `mistake`, Retryable 503.
+    """
     app = FastAPI(openapi_url=None, strict_content_type=False)
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
-        if isinstance(
-            error, RequestValidationError
-        ):  # its errors() are pydantic's, below the place in the request
-            for found in error.errors():
-                where = found["loc"][1:]
-                found["loc"] = where if where and found["type"] != "json_invalid" else ("body",)
+        if isinstance(error, RequestValidationError):
+            _shorten_places(error)
         if isinstance(error, ValidationError | RequestValidationError):
             error = convert_validation_error(error)  # type: ignore[arg-type]
-        if isinstance(error, HTTPException):  # no such route, or another method
-            error = Refused(
-                error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-            )
-        status = (
-            error.status
-            if isinstance(error, Refused)
-            else mistake
-            if isinstance(error, UserError)
-            else 503
-        )
-        told = str(error).encode(errors="replace").decode()
+        status = 503
+        reason = str(error)
+        if isinstance(error, Refused):
+            status = error.status
+        elif isinstance(error, UserError):
+            status = mistake
+        elif isinstance(error, HTTPException):
+            # There is no such route, or it has another method.
+            status = error.status_code
+            reason = f"{request.method} {request.url.path}: {error.detail}"
+        # A reason may quote half a character of the request.
+        reason = reason.encode(errors="replace").decode()
         if status == 401:
-            return await refuse_stranger(told)
-        return JSONResponse({"error": told}, status, {"Retry-After": "1"} if status == 503 else {})
+            return await refuse_stranger(reason)
+        headers = {"Retry-After": "1"} if status == 503 else {}
+        return JSONResponse({"error": reason}, status, headers)
 
-    for kind in (
+    kinds = (
         Refused,
         UserError,
         Retryable,
         ValidationError,
         RequestValidationError,
         HTTPException,
-    ):
+    )
+    for kind in kinds:
         app.add_exception_handler(kind, refuse)
     return app
+
+
+def _shorten_places(error: RequestValidationError) -> None:
+    """Make the places of its errors, which are pydantic's, those below the body of the request."""
+    for problem in error.errors():
+        place = problem["loc"][1:]
+        problem["loc"] = place if place and problem["type"] != "json_invalid" else ("body",)

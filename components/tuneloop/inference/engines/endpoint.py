@@ -1,9 +1,11 @@
-"""An endpoint that the user provides: only ``POST <url>/generate`` is used, and its answers are checked.
+"""An endpoint that the user provides.
 
-The fleet behind it pulls published weights (docs/weights.md) or is brought to each version
-(`tuneloop.inference.fleet`), and may grow, shrink and lose replicas. Each prompt is a request of its own, for a load
-balancer to place; several URLs take turns. A request demands a version at most `max_staleness` older than the policy's,
-waits while no replica has it (409), goes to the next URL when a replica is lost, and is aborted by hanging up.
+Only ``POST <url>/generate`` is used, and its answers are checked. The fleet behind it pulls
+published weights (docs/weights.md) or is brought to each version (`tuneloop.inference.fleet`), and
+may grow, shrink and lose replicas. Each prompt is a request of its own, for a load balancer to
+place; several URLs take turns. A request demands a version at most `max_staleness` older than the
+policy's, waits while no replica has it (409), goes to the next URL when a replica is lost, and is
+aborted by hanging up.
 """
 
 import itertools
@@ -56,29 +58,42 @@ class Options(BaseModel, frozen=True, extra="forbid"):
     )
     fleet: str | None = Field(
         None,
-        description="URL of the workers to bring to each version (`tuneloop fleet --help`); none: they pull",
+        description="URL of the workers to bring to each version (`tuneloop fleet --help`); "
+        "none: they pull",
     )
     hook: str | None = Field(
         None,
-        description="pkg.mod:function, called before each request with {url, payload, headers, max_retries, "
-        "retry_sleep}; returns the same, changed or not",
+        description="pkg.mod:function, called before each request with {url, payload, headers, "
+        "max_retries, retry_sleep}; returns the same, changed or not",
     )
 
 
 def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> Engine:
-    """Open the engine behind `endpoint`, an absolute URL to which ``/generate`` is appended, or several separated by
-    commas; None: the fleet's URL, or those of its workers. `args` are `Options`. `timeout_s`: seconds without a byte
-    after which a replica counts as lost. Raises UserError for a missing or malformed URL, or an unknown option."""
+    """Open the engine behind an endpoint.
+
+    Args:
+        endpoint: an absolute URL to which ``/generate`` is appended, or several separated by
+            commas; None: the fleet's URL, or those of its workers.
+        args: `Options`.
+        timeout_s: seconds without a byte after which a replica counts as lost.
+
+    Raises:
+        UserError: a missing or malformed URL, or an unknown option.
+    """
     options = check_engine_args(args)
     fleet = open_fleet(options.fleet) if options.fleet else None
-    where = endpoint or (fleet and fleet.endpoint)
-    if not (where or fleet):
+    address = endpoint or (fleet and fleet.endpoint)
+    if not (address or fleet):
         raise UserError("--endpoint", endpoint, "the engine endpoint needs the URL of one")
-    return Endpoint(check_urls(where) if where else (), options, timeout_s, fleet)
+    return Endpoint(check_urls(address) if address else (), options, timeout_s, fleet)
 
 
 def check_engine_args(args: JsonMapping, prefix: str = "engine_args.") -> Options:
-    """Check `args` and return them as options. Raises UserError for a wrong one; `prefix` begins its field."""
+    """Check `args` and return them as options.
+
+    Raises:
+        UserError: one is wrong; its field begins with `prefix`.
+    """
     try:
         return Options(**args)
     except ValidationError as error:
@@ -86,19 +101,20 @@ def check_engine_args(args: JsonMapping, prefix: str = "engine_args.") -> Option
 
 
 def check_url(url: str) -> str:
-    """Check `url`, and return it without a trailing slash. Raises UserError where it is no absolute URL of http(s)."""
+    """Check `url`, and return it without a trailing slash.
+
+    Raises:
+        UserError: it is no absolute URL of http or https.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise UserError(
-            "rollout_endpoint_url",
-            url,
-            "must be an absolute URL: http://host:port or https://host/path",
-        )
+        remedy = "must be an absolute URL: http://host:port or https://host/path"
+        raise UserError("rollout_endpoint_url", url, remedy)
     return url.rstrip("/")
 
 
 def check_urls(text: str) -> list[str]:
-    """Check the URLs in `text`, which are separated by commas. Raises UserError if one is not an absolute URL."""
+    """Check the URLs in `text`, which are separated by commas. Raises as `check_url`."""
     return [check_url(url.strip()) for url in text.split(",")]
 
 
@@ -140,12 +156,22 @@ class Partial:
         return "length" if len(self.ids) >= sampling.max_tokens else ""
 
     def derive_next_seed(self) -> int:
-        """Derive the seed of a request that continues from here: with the first seed its random stream would repeat."""
+        """Derive the seed of a request that continues from here.
+
+        With the first seed its random stream would repeat.
+        """
         return derive_seed(self.seed, "continue", len(self.ids)) if self.ids else self.seed
 
 
 class Endpoint:
-    """`Engine` over an opaque endpoint, at one URL or several. `refitted`: timings of its fleet's last refit."""
+    """`Engine` over an opaque endpoint, at one URL or several.
+
+    Attributes:
+        urls: of replicas, or of load balancers before them.
+        fleet: the workers to bring to each version; None: they pull.
+        refitted: timings of the fleet's last refit.
+        requests, retries: how many there were.
+    """
 
     name = "endpoint"
 
@@ -157,12 +183,13 @@ class Endpoint:
         self.timeout_s = timeout_s
         self.fleet = fleet
         self.refitted: Refitted | None = None
-        self._given = urls
+        self._configured_urls = urls
         self.context = options.max_model_len
         self.max_staleness = options.max_staleness
         self.version = -1
         self.digest = ""
-        self.requests = self.retries = 0
+        self.requests = 0
+        self.retries = 0
         self._hook = plugins.load_variant("engines", options.hook) if options.hook else None
         self._turns = itertools.count()
         self._stopping = threading.Event()
@@ -173,7 +200,7 @@ class Endpoint:
             self.refitted = refit_fleet(
                 self.fleet, make_target(policy), timeout_s=self.timeout_s, force=force
             )
-            self.urls = self._given or self.refitted.urls
+            self.urls = self._configured_urls or self.refitted.urls
         self.version = VersionFacts.read(policy).version
         self.digest = policy.manifest.digest
         self.vocab_size = json.loads(policy.part("model/config.json").read_text())["vocab_size"]
@@ -186,30 +213,37 @@ class Endpoint:
         futures: list[Future[list[Completion]]] = []
         try:
             futures = [pool.submit(self._complete, request, sampling) for request in requests]
-            left: set[Future[list[Completion]]] = set(futures)
-            while left:
-                ended, left = wait(left, timeout=0.2, return_when=FIRST_COMPLETED)
+            running = set(futures)
+            while running:
+                ended, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
                 for future in ended:
                     future.result()
-                done(len(futures) - len(left))
+                done(len(futures) - len(running))
             return [future.result() for future in futures]
         finally:
-            self._stopping.set()  # threads that still wait hang up, and the endpoint drops their requests
+            # Threads that still wait hang up, and the endpoint drops their requests.
+            self._stopping.set()
             pool.shutdown(cancel_futures=True)
 
     def score(self, ids: Sequence[int]) -> list[float]:
-        """Score as `Engine.score` does, by the very version of the policy: wait until a replica has it."""
+        """Score as `Engine.score` does, by the very version of the policy.
+
+        Wait until a replica has it.
+        """
         self._stopping.clear()
         request = Request("canary", list(ids), [0])
         sampling = Sampling(0.0, 1, ())
-        body = {"sampling": asdict(sampling), "version": self.version, "prompt_logprobs": True}
-        (completion,) = self._retry(lambda url: self._whole(url, request, body, sampling))
-        if completion.start_version != self.version:
-            raise self._wrong(
-                f"answers with version {completion.start_version} where {self.version} was demanded"
-            )
+        body: JsonObject = {
+            "sampling": asdict(sampling),
+            "version": self.version,
+            "prompt_logprobs": True,
+        }
+        (completion,) = self._retry(lambda url: self._complete_at(url, request, body, sampling))
+        version = completion.start_version
+        if version != self.version:
+            raise self._blame(f"answers with version {version} where {self.version} was demanded")
         if completion.prompt_logprobs is None or len(completion.prompt_logprobs) != len(ids) - 1:
-            raise self._wrong("gives no prompt_logprobs, one for each id but the first")
+            raise self._blame("gives no prompt_logprobs, one for each id but the first")
         return completion.prompt_logprobs
 
     def report(self) -> EngineReport:
@@ -221,19 +255,19 @@ class Endpoint:
 
     def _complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         """Complete one prompt, over as many attempts as it takes."""
-        oldest = self.version - self.max_staleness
-        body = {
-            "sampling": asdict(sampling),
-            "min_version" if self.max_staleness else "version": oldest,
-        }
+        demand = "min_version" if self.max_staleness else "version"
+        body: JsonObject = {"sampling": asdict(sampling), demand: self.version - self.max_staleness}
         if not self.options.partial_rollout:
-            return self._retry(lambda url: self._whole(url, request, body, sampling))
+            return self._retry(lambda url: self._complete_at(url, request, body, sampling))
         parts = [Partial(seed) for seed in request.seeds]
-        self._retry(lambda url: self._go_on(url, request, body, sampling, parts))
+        self._retry(lambda url: self._stream_at(url, request, body, sampling, parts))
         return [part.done for part in parts if part.done]
 
     def _retry(self, attempt: Callable[[str], Result]) -> Result:
-        """Return the result of `attempt` at a URL. Each retry uses the next URL; waits double after a full round."""
+        """Return the result of `attempt` at a URL.
+
+        Each retry uses the next URL. The wait before it doubles after each full round.
+        """
         turn = next(self._turns)
         tries = 0
         while True:
@@ -244,64 +278,61 @@ class Endpoint:
                 sent = lost.sent or self.options.model_dump()
                 if tries >= sent["max_retries"] or self._stopping.is_set():
                     raise Retryable(f"{url}: {lost}, after {tries} retries") from lost
-                self._stopping.wait(
-                    min(sent["retry_sleep"], 0.02 * 2.0 ** min(tries // len(self.urls), 20))
-                )
+                rounds = min(tries // len(self.urls), 20)
+                self._stopping.wait(min(sent["retry_sleep"], 0.02 * 2.0**rounds))
                 tries += 1
                 self.retries += 1
 
-    def _whole(
-        self, url: str, request: Request, body: JsonMapping, sampling: Sampling
+    def _complete_at(
+        self, url: str, request: Request, body: JsonObject, sampling: Sampling
     ) -> list[Completion]:
         """Read all completions of one prompt from one answer."""
-        with self._ask(url, {"requests": [asdict(request)], **body}) as lines:
-            for message in lines:
+        payload: JsonObject = {"requests": [asdict(request)]}
+        with self._send(url, payload | body) as messages:
+            for message in messages:
                 if "completions" in message:
-                    completions = [
-                        self._read(c, sampling.max_tokens)
-                        for c in self._parse(Whole, message).completions
-                    ]
-                    if (count := len(completions)) != len(request.seeds):
-                        raise self._wrong(
-                            f"gives {count} completions where {len(request.seeds)} were asked for"
-                        )
+                    fields = self._parse(Whole, message).completions
+                    completions = [self._read(each, sampling.max_tokens) for each in fields]
+                    count = len(completions)
+                    if count != len(request.seeds):
+                        demand = f"where {len(request.seeds)} were asked for"
+                        raise self._blame(f"gives {count} completions {demand}")
                     if any(c.finish_reason == "abort" for c in completions):
                         raise Lost("a completion was aborted")
                     return completions
             raise Lost("broke off before the end")
 
-    def _go_on(
+    def _stream_at(
         self,
         url: str,
         request: Request,
-        body: JsonMapping,
+        body: JsonObject,
         sampling: Sampling,
         parts: Sequence[Partial],
     ) -> None:
-        """Stream what is not done yet; tokens that arrive before a loss are kept, with their versions."""
+        """Stream the tokens of completions that have not ended, and add them to `parts`.
+
+        Tokens that arrive before a loss are kept, with their versions.
+        """
         for part in parts:
-            if part.done is None and (
-                reason := part.find_end(sampling)
-            ):  # only the message that it ended was lost
+            reason = part.find_end(sampling)
+            if part.done is None and reason:
+                # Only the message that it ended was lost.
                 part.done = self._finish(part, {"ids": [], "finish_reason": reason}, sampling)
+        # All are 0 at first; after a loss each completion continues at its own length.
         lengths = {len(part.ids) for part in parts if part.done is None}
-        for length in sorted(
-            lengths
-        ):  # all 0 at first; after a loss each continues at its own length
+        for length in sorted(lengths):
             some = [part for part in parts if part.done is None and len(part.ids) == length]
             continued = [
                 Request(request.id, request.prompt_ids + part.ids, [part.derive_next_seed()])
                 for part in some
             ]
-            left = replace(sampling, max_tokens=sampling.max_tokens - length)
-            payload = {
-                "requests": [asdict(r) for r in continued],
-                **body,
-                "sampling": asdict(left),
-                "stream": True,
-            }
-            with self._ask(url, payload) as lines:
-                for message in lines:
+            payload: JsonObject = {"requests": [asdict(each) for each in continued]}
+            payload |= body
+            payload["sampling"] = asdict(replace(sampling, max_tokens=sampling.max_tokens - length))
+            payload["stream"] = True
+            with self._send(url, payload) as messages:
+                for message in messages:
                     if "sample" in message:
                         piece = self._parse(Piece, message)
                         self._check_version(piece.version)
@@ -315,41 +346,45 @@ class Endpoint:
 
     def _find_part(self, parts: Sequence[Partial], index: int) -> Partial:
         if index >= len(parts):
-            raise self._wrong(f"answers request {index} of {len(parts)}")
+            raise self._blame(f"answers request {index} of {len(parts)}")
         return parts[index]
 
-    def _finish(self, part: Partial, fields: JsonMapping, sampling: Sampling) -> Completion:
+    def _finish(self, part: Partial, fields: JsonObject, sampling: Sampling) -> Completion:
+        """Make the completion of streamed tokens, and of the `fields` that its end states."""
         if fields.get("finish_reason") == "abort":
             raise Lost("a completion was aborted")
-        told = fields.get("ids")
-        if not (
-            part.ids and isinstance(told, list) and part.ids[len(part.ids) - len(told) :] == told
-        ):
-            raise self._wrong("streams other tokens than the finished completion has")
-        mixed = part.versions if len(set(part.versions)) > 1 else []
-        whole = {**fields, "ids": part.ids, "logprobs": part.logprobs, "versions": mixed}
-        whole |= {"start_version": part.versions[0], "end_version": part.versions[-1]}
-        return self._read(whole, sampling.max_tokens)
+        # After a loss the end has only the ids since then.
+        ids = fields.get("ids")
+        if not (part.ids and isinstance(ids, list) and part.ids[len(part.ids) - len(ids) :] == ids):
+            raise self._blame("streams other tokens than the finished completion has")
+        whole = {
+            "ids": part.ids,
+            "logprobs": part.logprobs,
+            "versions": part.versions if len(set(part.versions)) > 1 else [],
+            "start_version": part.versions[0],
+            "end_version": part.versions[-1],
+        }
+        return self._read(fields | whole, sampling.max_tokens)
 
     def _read(self, fields: JsonMapping, max_tokens: int) -> Completion:
         """Read a completion, and check that it is a possible one."""
         completion = self._parse(Completion, fields)
         if completion.start_version != completion.end_version and not completion.versions:
-            raise self._wrong("gives two versions, but no version for each token")
+            raise self._blame("gives two versions, but no version for each token")
         ids = completion.ids
         logprobs = completion.logprobs
         if not 0 < len(ids) <= max_tokens or len(logprobs) != len(ids):
-            raise self._wrong(
+            raise self._blame(
                 f"gives {len(ids)} ids and {len(logprobs)} log-probabilities of {max_tokens}"
             )
-        if (most := max(ids)) >= self.vocab_size:
-            raise self._wrong(
-                f"gives the id {most}, beyond the policy's vocabulary of {self.vocab_size}"
-            )
+        highest = max(ids)
+        if highest >= self.vocab_size:
+            limit = f"the policy's vocabulary of {self.vocab_size}"
+            raise self._blame(f"gives the id {highest}, beyond {limit}")
         if not all(math.isfinite(p) and p <= 1e-3 for p in logprobs):
-            raise self._wrong("gives log-probabilities that are above 0 or not finite")
+            raise self._blame("gives log-probabilities that are above 0 or not finite")
         if completion.versions and len(completion.versions) != len(ids):
-            raise self._wrong("gives another number of versions than of ids")
+            raise self._blame("gives another number of versions than of ids")
         for version in completion.versions or [completion.start_version]:
             self._check_version(version)
         return completion
@@ -358,29 +393,26 @@ class Endpoint:
         try:
             return form(**fields)
         except ValidationError as error:
-            wrong = error.errors()[0]
-            where = ".".join(map(str, wrong["loc"]))
-            raise self._wrong(
-                f"answers in another form ({where}: {wrong['input']!r}: {wrong['msg']})"
-            ) from error
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"]))
+            problem = f"{field}: {first['input']!r}: {first['msg']}"
+            raise self._blame(f"answers in another form ({problem})") from error
         except TypeError as error:
-            raise self._wrong(f"answers in another form ({error})") from error
+            raise self._blame(f"answers in another form ({error})") from error
 
     def _check_version(self, version: int) -> None:
-        if not self.version - self.max_staleness <= version <= self.version:
-            bound = (
-                f"{self.version - self.max_staleness} to {self.version}"
-                if self.max_staleness
-                else self.version
-            )
-            raise self._wrong(f"answers with version {version} where {bound} was demanded")
+        oldest = self.version - self.max_staleness
+        if not oldest <= version <= self.version:
+            bound = f"{oldest} to {self.version}" if self.max_staleness else self.version
+            raise self._blame(f"answers with version {version} where {bound} was demanded")
 
-    def _wrong(self, what: str) -> UserError:
-        remedy = f"{what}; `tuneloop endpoint check` shows which rules it breaks"
+    def _blame(self, problem: str) -> UserError:
+        """Return the error of an endpoint that does not keep to the protocol."""
+        remedy = f"{problem}; `tuneloop endpoint check` shows which rules it breaks"
         return UserError("--endpoint", ", ".join(self.urls), remedy)
 
     @contextmanager
-    def _ask(self, url: str, payload: JsonObject) -> Iterator[Iterator[JsonObject]]:
+    def _send(self, url: str, payload: JsonObject) -> Iterator[Iterator[JsonObject]]:
         """Yield the messages of one answer."""
         sent = self._prepare(url, payload)
         try:
@@ -401,11 +433,11 @@ class Endpoint:
             raise
 
     def _prepare(self, url: str, payload: JsonObject) -> JsonObject:
-        headers = {"Content-Type": "application/json", **build_token_headers()}
+        """Return the request, as the user's hook has changed it, and the limits of its retries."""
         fields: JsonObject = {
             "url": f"{url}/generate",
             "payload": payload,
-            "headers": headers,
+            "headers": {"Content-Type": "application/json"} | build_token_headers(),
             "max_retries": self.options.max_retries,
             "retry_sleep": self.options.retry_sleep,
         }
@@ -413,10 +445,9 @@ class Endpoint:
             return fields
         changed = self._hook(fields)
         if not isinstance(changed, dict):
-            raise TypeError(
-                f"the hook {self.options.hook} must return a dict, not {type(changed).__name__}"
-            )
-        return {**fields, **changed}
+            kind = type(changed).__name__
+            raise TypeError(f"the hook {self.options.hook} must return a dict, not {kind}")
+        return fields | changed
 
     def _check_stop(self) -> None:
         if self._stopping.is_set():

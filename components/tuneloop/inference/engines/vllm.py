@@ -366,7 +366,7 @@ class Vllm:
             prompt_ids: of the prompt.
             seed: of its random stream.
             sampling: of the completion.
-            prompt_logprobs: score the prompt, too, from the weights and never from the prefix cache.
+            prompt_logprobs: score the prompt, too, from the weights, never from the prefix cache.
             stream: yield tokens as they are made.
 
         Raises:

@@ -1,8 +1,9 @@
-"""Fleets of rollout workers that are brought to each version from outside, because they pull nothing by themselves.
+"""Fleets of rollout workers that pull nothing: they are brought to each version from outside.
 
-A backend is a module with ``open_fleet(url) -> Fleet``, found by the URL's scheme; a third party's is an entry point in
-the group ``tuneloop.fleet`` under its scheme. It only says which workers there are now (`Fleet.discover`);
-`refit_fleet` is the same for all. docs/weights.md has the schemes, and the routes of a worker.
+A backend is a module with ``open_fleet(url) -> Fleet``, found by the URL's scheme; a third party's
+is an entry point in the group ``tuneloop.fleet`` under its scheme. It only says which workers there
+are now (`Fleet.discover`); `refit_fleet` is the same for all. docs/weights.md has the schemes, and
+the routes of a worker.
 """
 
 import json
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 from tuneloop.core import plugins
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.server_token import build_token_headers
 
 NOT_VARIANTS = ("graph", "refit")
@@ -36,17 +38,27 @@ class Unreachable(Retryable):
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker. `id` names its process: a replacement has another id, if the backend can tell. `url` is the URL of
-    its administration, without ``/engine``."""
+    """One worker.
+
+    Attributes:
+        id: names its process; a replacement has another id, if the backend can tell.
+        url: of its administration, without ``/engine``.
+        routes: that it has.
+    """
 
     id: str
     url: str
     routes: tuple[str, ...] = ROUTES
 
-    def call(self, route: str, timeout_s: float, **body: Any) -> dict[str, Any]:
-        """Return the answer of a route. Raises Unreachable: there is none; Retryable: it is a refusal or failure."""
+    def call(self, route: str, timeout_s: float, **body: Any) -> JsonObject:
+        """Return the answer of a route.
+
+        Raises:
+            Unreachable: there is none.
+            Retryable: it is a refusal or failure.
+        """
+        url = f"{self.url.rstrip('/')}/engine/{route}"
         try:
-            url = f"{self.url.rstrip('/')}/engine/{route}"
             status, content = send_request(
                 "POST", url, body=body, headers=build_token_headers(), timeout_s=timeout_s
             )
@@ -54,12 +66,12 @@ class Worker:
             raise Unreachable(f"worker {self}: {route}: {error}") from error
         text = content.decode(errors="replace")
         answer = None
+        # Text that is not JSON is a proxy's, and a failure.
         with suppress(ValueError):
             answer = json.loads(text)
         if status != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
-            raise Retryable(
-                f"worker {self}: {route}: answers {status}: {' '.join(text.split())[:300]}"
-            )
+            line = " ".join(text.split())[:300]
+            raise Retryable(f"worker {self}: {route}: answers {status}: {line}")
         return answer
 
     def version(self, timeout_s: float = 10.0) -> str:
@@ -78,21 +90,30 @@ class Fleet(Protocol):
         """Where the fleet as a whole answers ``/generate``; None: only its workers do."""
 
     def discover(self) -> Sequence[Worker]:
-        """List the current workers, each once. Raises UserError if there is no such fleet, Retryable for no answer."""
+        """List the current workers, each once.
+
+        Raises:
+            UserError: there is no such fleet.
+            Retryable: no answer.
+        """
 
 
 def open_fleet(url: str) -> Fleet:
-    """Open the fleet at `url`, without a request yet. Raises UserError for an unknown scheme, or a malformed URL."""
+    """Open the fleet at `url`, without a request yet.
+
+    Raises:
+        UserError: an unknown scheme, or a malformed URL.
+    """
     scheme, address, _ = url.partition("://")
     name = URLS.get(scheme, scheme)
     known = plugins.list_variants("fleet")
     if not address or name not in known:
-        remedy = "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace"
-        raise UserError(
-            "fleet",
-            url,
-            f"{remedy}; schemes: {', '.join(sorted({*URLS, *known} - {*URLS.values()}))}",
+        schemes = (set(URLS) | set(known)) - set(URLS.values())
+        remedy = (
+            "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, "
+            f"dynamo://name.namespace; schemes: {', '.join(sorted(schemes))}"
         )
+        raise UserError("fleet", url, remedy)
     return plugins.load_variant("fleet", name, "open_fleet")(url)
 
 
@@ -105,12 +126,15 @@ def port_of(url: str) -> int | None:
 
 
 def parse_service_url(url: str) -> tuple[str, str, int | None]:
-    """Parse ``scheme://name.namespace:port`` into name, namespace and port. Raises UserError: it has another form."""
+    """Parse ``scheme://name.namespace:port`` into name, namespace and port.
+
+    Raises:
+        UserError: it has another form.
+    """
     parts = urlsplit(url)
     name, _, namespace = (parts.hostname or "").partition(".")
     port = port_of(url)
     if not name or port == 0 or not namespace or "." in namespace or parts.path not in ("", "/"):
-        raise UserError(
-            "fleet", url, f"must be {parts.scheme}://name.namespace, with :port where it needs one"
-        )
+        remedy = f"must be {parts.scheme}://name.namespace, with :port where it needs one"
+        raise UserError("fleet", url, remedy)
     return name, namespace, port

@@ -1,5 +1,8 @@
-"""A fleet behind a name with several addresses: ``dns://tuneloop-rollout-workers.tuneloop.svc:8000``. A headless
-Service has one for each ready pod, which identifies the worker. Rollouts in pods use it, as it needs no token."""
+"""A fleet behind a name with several addresses, as ``dns://rollout-workers.tuneloop.svc:8000``.
+
+A headless Service has one for each ready pod, which identifies the worker. Rollouts in pods use it,
+as it needs no token.
+"""
 
 import socket
 from urllib.parse import urlsplit
@@ -20,15 +23,14 @@ class Dns:
     def discover(self) -> list[Worker]:
         try:
             addresses = socket.getaddrinfo(self.name, self.port, type=socket.SOCK_STREAM)
-        except OSError as error:  # a Service whose pods are all gone has no address either
+        except OSError as error:
+            # A Service whose pods are all gone has no address either.
             raise Retryable(f"fleet dns://{self.name}:{self.port}: {error}") from error
-        places = sorted(
-            {
-                f"[{a[0]}]" if family == socket.AF_INET6 else str(a[0])
-                for family, _, _, _, a in addresses
-            }
-        )
-        return [Worker(place, f"http://{place}:{self.port}") for place in places]
+        hosts = {
+            f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
+            for family, _, _, _, address in addresses
+        }
+        return [Worker(host, f"http://{host}:{self.port}") for host in sorted(hosts)]
 
 
 def open_fleet(url: str) -> Fleet:

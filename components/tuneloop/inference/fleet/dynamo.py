@@ -1,16 +1,17 @@
-"""The workers of a DynamoGraphDeployment: ``dynamo://name.namespace``, with ``:port`` where the frontend's is not 8000.
+"""The workers of a DynamoGraphDeployment: ``dynamo://name.namespace``.
 
-The operator gives the graph's frontend a Service ``<name>-frontend``, which resolves inside the cluster. With
-``DYN_ENABLE_RL=true`` and ``DYN_RL_PORT=8001`` the frontend lists its workers there (``GET /v1/rl/workers``, protocol
-version 1), each with the URL and the routes of its administration.
+The URL has a ``:port`` where the frontend's is not 8000. The operator gives the graph's frontend a
+Service ``<name>-frontend``, which resolves inside the cluster. With ``DYN_ENABLE_RL=true`` and
+``DYN_RL_PORT=8001`` the frontend lists its workers there (``GET /v1/rl/workers``, protocol version
+1), each with the URL and the routes of its administration.
 """
 
 import json
 import os
-from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.inference.fleet import ROUTES, Fleet, Worker, parse_service_url
 
 FRONTEND_PORT = 8000
@@ -31,7 +32,10 @@ class Dynamo:
     def host(self) -> str:
         """The host name of the frontend. Raises UserError outside a cluster."""
         if "KUBERNETES_SERVICE_HOST" not in os.environ:
-            remedy = "only pods can find a graph by its name; give rollout_endpoint_url and the workers' URLs here"
+            remedy = (
+                "only pods can find a graph by its name; "
+                "give rollout_endpoint_url and the workers' URLs here"
+            )
             raise UserError("fleet", f"dynamo://{self.name}.{self.namespace}", remedy)
         return f"{self.name}-frontend.{self.namespace}"
 
@@ -49,23 +53,30 @@ class Dynamo:
         return read_workers(answer)
 
 
-def read_workers(answer: dict[str, Any]) -> list[Worker]:
-    """Read the workers of an answer of ``/v1/rl/workers``, each instance once. Raises UserError: another protocol, or a
-    worker that cannot be brought to a version; Retryable: the frontend could not ask one of them."""
+def read_workers(answer: JsonMapping) -> list[Worker]:
+    """Read the workers of an answer of ``/v1/rl/workers``, each instance once.
+
+    Raises:
+        UserError: another protocol, or a worker that cannot be brought to a version.
+        Retryable: the frontend could not ask one of them.
+    """
     if answer.get("protocol_version") != 1:
         remedy = "of /v1/rl/workers is not 1; this tuneloop knows no other"
         raise UserError("protocol_version", answer.get("protocol_version"), remedy)
     workers: dict[str, Worker] = {}
-    for each in answer.get("workers", ()):
-        name = f"{each.get('component')}/{each['instance_id']}"
-        if each.get("error"):
-            raise Retryable(f"worker {name}: {each['error']}")
-        routes = tuple(each.get("routes") or ())
-        missing = sorted(NEEDED - set(routes)) + ([] if each.get("system_url") else ["system_url"])
+    for instance in answer.get("workers", ()):
+        name = f"{instance.get('component')}/{instance['instance_id']}"
+        if instance.get("error"):
+            raise Retryable(f"worker {name}: {instance['error']}")
+        routes = tuple(instance.get("routes") or ())
+        # Without --enable-rl an instance lacks routes, without DYN_SYSTEM_PORT the URL.
+        missing = sorted(NEEDED - set(routes))
+        if not instance.get("system_url"):
+            missing.append("system_url")
         if missing:
             remedy = f"lacks {', '.join(missing)}; start it with --enable-rl and DYN_SYSTEM_PORT"
             raise UserError("worker", name, remedy)
-        workers[name] = Worker(name, each["system_url"].rstrip("/"), routes)
+        workers[name] = Worker(name, instance["system_url"].rstrip("/"), routes)
     return list(workers.values())
 
 

@@ -1,13 +1,14 @@
 """A fleet behind a Kubernetes Service: ``service://name.namespace:port``, from its EndpointSlices.
 
-The role tuneloop-user has the permission to list these, but a stage's pod has not, and uses `dns`. The id of a worker
-is its pod's uid: a pod that replaces another under the same address is a new worker.
+The role tuneloop-user has the permission to list these, but a stage's pod has not, and uses `dns`.
+The id of a worker is its pod's uid: a pod that replaces another under the same address is a new
+worker.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.inference.fleet import Fleet, Worker, parse_service_url
 from tuneloop.kube.connection import connect_to_cluster
 
@@ -15,7 +16,12 @@ SLICES = ("discovery.k8s.io", "v1", "endpointslices")
 
 
 class Service:
-    """See the module. `port` is the pods' port; None: their only one. `context` is a context of the kubeconfig."""
+    """See the module.
+
+    Attributes:
+        port: of the pods; None: their only one.
+        context: of the kubeconfig; None: its current one, or the cluster that this runs in.
+    """
 
     endpoint = None
 
@@ -29,23 +35,25 @@ class Service:
         cluster = connect_to_cluster(self.namespace, self.context)
         slices = cluster.list(*SLICES, selector=f"kubernetes.io/service-name={self.name}")
         if not slices:
-            remedy = f"namespace {self.namespace} of {cluster.context} has no such Service with a selector"
+            namespace = f"namespace {self.namespace} of {cluster.context}"
+            remedy = f"{namespace} has no such Service with a selector"
             raise UserError("fleet", f"service://{self.name}.{self.namespace}", remedy)
-        return list(
-            {worker.id: worker for each in slices for worker in self._workers(each)}.values()
-        )
+        workers = [worker for part in slices for worker in self._list_workers(part)]
+        # A pod may stand in two slices while Kubernetes moves it from one to the other.
+        return list({worker.id: worker for worker in workers}.values())
 
-    def _workers(self, each: dict[str, Any]) -> Iterator[Worker]:
-        ports = sorted({p["port"] for p in each.get("ports") or ()})
+    def _list_workers(self, part: JsonMapping) -> Iterator[Worker]:
+        """Yield the workers of one EndpointSlice that are ready."""
+        ports = sorted({port["port"] for port in part.get("ports") or ()})
         if self.port is None and len(ports) > 1:
-            where = f"service://{self.name}.{self.namespace}"
-            raise UserError(
-                "fleet", where, f"has the ports {ports}; add the one of the workers' administration"
-            )
-        for endpoint in each.get("endpoints") or ():
-            if endpoint.get("conditions", {}).get("ready") is not False:  # absent means ready
+            url = f"service://{self.name}.{self.namespace}"
+            remedy = f"has the ports {ports}; add the one of the workers' administration"
+            raise UserError("fleet", url, remedy)
+        for endpoint in part.get("endpoints") or ():
+            # An absent condition means ready.
+            if endpoint.get("conditions", {}).get("ready") is not False:
                 address = endpoint["addresses"][0]
-                host = f"[{address}]" if each["addressType"] == "IPv6" else address
+                host = f"[{address}]" if part["addressType"] == "IPv6" else address
                 uid = endpoint.get("targetRef", {}).get("uid", address)
                 yield Worker(uid, f"http://{host}:{self.port or ports[0]}")
 

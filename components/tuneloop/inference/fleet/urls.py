@@ -1,4 +1,7 @@
-"""A fleet whose workers are listed: ``http://a:8000,http://b:8000``. `discover` leaves out those that are down."""
+"""A fleet whose workers are listed: ``http://a:8000,http://b:8000``.
+
+`discover` leaves out those that are down.
+"""
 
 import contextlib
 import socket
@@ -20,21 +23,26 @@ class Urls:
         self.urls = urls
 
     def discover(self) -> list[Worker]:
-        found = []
+        workers: list[Worker] = []
+        # A URL that is listed twice is one worker.
         for url in dict.fromkeys(self.urls):
             parts = urlsplit(url)
+            port = parts.port or (80 if parts.scheme == "http" else 443)
             with contextlib.suppress(OSError):
-                place = parts.hostname or "", parts.port or {"http": 80}.get(parts.scheme, 443)
-                socket.create_connection(place, CONNECT_S).close()
-                found.append(Worker(url, url))
-        return found
+                socket.create_connection((parts.hostname or "", port), CONNECT_S).close()
+                workers.append(Worker(url, url))
+        return workers
 
 
 def open_fleet(url: str) -> Fleet:
-    """Open the fleet of the URLs in `url`, which commas separate."""
-    urls = [each.strip().rstrip("/") for each in url.split(",")]
-    for each in urls:
-        parts = urlsplit(each)
-        if parts.scheme not in ("http", "https") or not parts.hostname or port_of(each) == 0:
-            raise UserError("fleet", url, f"{each!r} must be an absolute URL: http://host:port")
-    return Urls(urls)
+    """Open the fleet of the URLs in `url`, which commas separate.
+
+    Raises:
+        UserError: one is not an absolute URL.
+    """
+    workers = [text.strip().rstrip("/") for text in url.split(",")]
+    for worker in workers:
+        parts = urlsplit(worker)
+        if parts.scheme not in ("http", "https") or not parts.hostname or port_of(worker) == 0:
+            raise UserError("fleet", url, f"{worker!r} must be an absolute URL: http://host:port")
+    return Urls(workers)
