@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, OptionalInput, Results, Stage, component
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.canary import FILE, LENGTH, encode_text, make_canary
 from tuneloop.formats.model_files import (
     DEFAULT_SHARD_BYTES,
@@ -30,14 +31,18 @@ from tuneloop.weights.codec import Encoding
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
 TINY = ("tiny-qwen3", "tiny-llama")
-TINY_SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
-TINY_SHAPE |= {
+TINY_SHAPE: JsonObject = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
     "tie_word_embeddings": True,
 }
-PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
+PAD = "<|endoftext|>"
+EOS = "<|im_end|>"
+START = "<|im_start|>"
 CHATML = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -50,7 +55,8 @@ def template_digest(params: Any) -> dict[str, str]:
         return {}
     try:
         template = read_template(params.chat_template)
-    except UserError:  # the stage says so, if it runs
+    except UserError:
+        # The stage says so, if it runs.
         return {}
     return {"chat_template_digest": hashlib.sha256(template.encode()).hexdigest()}
 
@@ -194,13 +200,13 @@ def base_model(
         write_model(stage, policy.to(getattr(torch, dtype)), tokenizer, pretrained)
         pretrained = None
         del policy
-    with stage.timed("canary"):  # from the files: a cast in memory rounds more than the weights
+    with stage.timed("canary"):
+        # From the files, as engines will have it: a cast in memory rounds more than the weights.
         policy = AutoModelForCausalLM.from_pretrained(
             target, dtype="auto", trust_remote_code=trust_remote_code
         )
-        vocabulary = min(
-            len(tokenizer), policy.config.get_text_config().vocab_size
-        )  # padding rows are never served
+        # Rows of the embeddings that only pad them are never served.
+        vocabulary = min(len(tokenizer), policy.config.get_text_config().vocab_size)
         length = min(LENGTH, get_context(policy.config) - 1)
         texts = _text(prompts, model) if prompts else ()
         ids, origin = encode_text(tokenizer, texts, vocabulary, length)
@@ -284,11 +290,12 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
-    apart = [
+    # Each digit is a token, so that a sum can be computed digit by digit.
+    splitters = [
         pre_tokenizers.Digits(individual_digits=True),
         pre_tokenizers.ByteLevel(add_prefix_space=False),
     ]
-    core.pre_tokenizer = pre_tokenizers.Sequence(apart)
+    core.pre_tokenizer = pre_tokenizers.Sequence(splitters)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -297,9 +304,12 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
         show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
-    about: dict[str, Any] = {"eos_token": EOS, "pad_token": PAD, "model_max_length": context}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, clean_up_tokenization_spaces=False, **about
+        tokenizer_object=core,
+        clean_up_tokenization_spaces=False,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=context,
     )
     tokenizer.add_special_tokens({"additional_special_tokens": [START]})
     tokenizer.chat_template = CHATML
@@ -312,21 +322,24 @@ def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
         raise UserError(
             "--prompts", None, f"is required for {model}: its tokenizer is trained on their text"
         )
-    for file, columns in (("train", ("prompt", "answer")), ("sft", ("prompt", "completion"))):
-        place = prompts.part(f"{file}.parquet", "--prompts", "give it what data_prep made")
-        for row in pq.read_table(place).to_pylist():
-            texts = [row[columns[0]], row[columns[1]]]
+    for split, target in (("train", "answer"), ("sft", "completion")):
+        file = prompts.part(f"{split}.parquet", "--prompts", "give it what data_prep made")
+        for row in pq.read_table(file).to_pylist():
+            texts = [row["prompt"]]
             if row["chat"]:
-                texts[:1] = [message.get("content") for message in json.loads(row["prompt"])]
+                texts = [message.get("content") for message in json.loads(row["prompt"])]
+            texts.append(row[target])
             # Messages that only call tools have no text, conversations no completion.
             yield from (text for text in texts if isinstance(text, str))
 
 
 def _tiny(name: str, tokenizer: Any, context: int) -> Any:
+    """Make a tiny model of random weights for a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    shape = {**TINY_SHAPE, "vocab_size": len(tokenizer), "max_position_embeddings": context}
-    shape |= {
+    shape = TINY_SHAPE | {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": context,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.facts import PromptFacts
 from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs, open_rows, read_rows
 from tuneloop.formats.rows import list_columns
@@ -22,9 +23,14 @@ class EvaluateOptions(SamplingOptions):
     """What is measured."""
 
     flags: ClassVar[tuple[str, ...]] = (
-        *("engine", "endpoint", "iteration", "limit", "temperature"),
+        "engine",
+        "endpoint",
+        "iteration",
+        "limit",
+        "temperature",
         *generate.SHARED_FLAGS,
-        *("reward_timeout_s", "error_budget"),
+        "reward_timeout_s",
+        "error_budget",
     )
 
     iteration: int = Field(0, ge=0, description="the iteration of the loop")
@@ -61,8 +67,9 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
     columns = list_columns(generate.COLUMNS, held_out.schema_arrow.names)
     total = held_out.metadata.num_rows
     rows = read_rows(held_out, range(min(options.limit, total)), columns)
+    # The prompts after the limit, one by one: few of them are needed, if any.
     spares = Spares(
-        (row for place in range(len(rows), total) for row in read_rows(held_out, [place], columns)),
+        (row for index in range(len(rows), total) for row in read_rows(held_out, [index], columns)),
         PromptFacts.read(prompts).length_policy,
         total,
         required=False,
@@ -71,15 +78,21 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
     with generate.open_engine(options) as engine:
         job = generate.Job(rows, groups, 1, options, spares=spares)
         tokenizer, _, completions = generate.generate_completions(stage, policy, job, engine)
-    heard = [build_reward_inputs(tokenizer, row, group[0]) for row, group in zip(rows, completions)]
-    judged = [{**row, "reward_spec": row["reward"], **said} for row, said in zip(rows, heard)]
+    scored_rows: list[JsonObject] = []
+    for row, group in zip(rows, completions):
+        scored_row = dict(row)
+        scored_row["reward_spec"] = row["reward"]
+        scored_rows.append(scored_row | build_reward_inputs(tokenizer, row, group[0]))
     scoring = ScoringStage.open(stage)
     with stage.timed("score"):
-        outcomes = scoring.score(judged, timeout_s=options.reward_timeout_s)
+        outcomes = scoring.score(scored_rows, timeout_s=options.reward_timeout_s)
     scoring.check_budget(outcomes, options.error_budget)
     scores = [outcome.score for outcome in outcomes if outcome.score is not None]
     counts = {kind: sum(outcome.outcome == kind for outcome in outcomes) for kind in KINDS}
-    samples = [{**row, "score": o.score, "outcome": o.outcome} for row, o in zip(judged, outcomes)]
+    samples = [
+        row | {"score": outcome.score, "outcome": outcome.outcome}
+        for row, outcome in zip(scored_rows, outcomes)
+    ]
     pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / "samples.parquet")
     mean = sum(scores) / len(scores)
     stage.facts["outcomes"] = counts

@@ -1,7 +1,7 @@
 """Measure a policy by tasks of lm-eval, EleutherAI's Language Model Evaluation Harness, which runs as it is."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from tuneloop.core.artifacts import Artifact, hash_files
 from tuneloop.core.component import UNTRACKED, Input, Options, Results, Stage, component
 from tuneloop.core.errors import Unavailable, UserError, find_disk_error
 from tuneloop.core.hub import is_unreachable
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import SAMPLES, TEXTS
 from tuneloop.inference.proof import (
@@ -45,7 +46,7 @@ class LmEvalOptions(Options):
     endpoint: str | None = Field(
         None, description="URL: http://host:8000/v1", json_schema_extra=UNTRACKED
     )
-    model_args: dict[str, Any] = Field(
+    model_args: JsonObject = Field(
         {}, description="arguments of lm-eval's hf, or local-completions"
     )
     num_fewshot: int | None = Field(
@@ -55,15 +56,19 @@ class LmEvalOptions(Options):
         None, gt=0, description="documents of each task; below 1: share of them"
     )
     apply_chat_template: bool = Field(False, description="use the policy's chat template")
-    gen_kwargs: dict[str, Any] = Field({}, description="arguments of generation (temperature, …)")
+    gen_kwargs: JsonObject = Field({}, description="arguments of generation (temperature, …)")
     canary_tolerance: float | None = Field(None, gt=0, description="for a server, as of `rollout`")
 
 
-def hash_own(params: Any) -> dict[str, Any]:
+def hash_task_files(params: Any) -> JsonObject:
     """Return the digest of the files in `include_path`, to identify their contents."""
-    if (own := params.include_path) and not Path(own).is_dir():
-        raise UserError("--include-path", own, "is not a directory")
-    return {"task_files": own and {k: f.digest for k, f in hash_files(Path(own)).items()}}
+    folder = params.include_path
+    if not folder:
+        return {"task_files": folder}
+    if not Path(folder).is_dir():
+        raise UserError("--include-path", folder, "is not a directory")
+    files = hash_files(Path(folder))
+    return {"task_files": {name: file.digest for name, file in files.items()}}
 
 
 @component(
@@ -72,7 +77,7 @@ def hash_own(params: Any) -> dict[str, Any]:
     accelerator=True,
     role="evaluator",
     results={"score": float},
-    identity=hash_own,
+    identity=hash_task_files,
 )
 def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> Results:
     """Run lm-eval's tasks on a checkpoint, with their own prompts and metrics, and lm-eval's own seeds.
@@ -84,69 +89,128 @@ def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> 
         raise UserError("--endpoint", options.endpoint, "is for --engine endpoint")
     if find_spec("lm_eval") is None:
         raise UserError("package", "lm_eval", "is not installed; pip install 'tuneloop[lm-eval]'")
-    import lm_eval.tasks
+    import lm_eval
     from aiohttp import ClientError
 
-    with (
-        stage.timed("load"),
-        name_errors("tasks", options.tasks, Exception),
-    ):  # whatever their data and code raise
-        loaded = (manager := lm_eval.tasks.TaskManager(include_path=options.include_path)).load(
-            options.tasks
-        )
-        for name, task in loaded["tasks"].items():
-            metrics = {f"{metric},none": 0 for metric in task.aggregation()}
-            find_metrics(name, metrics, options.metric and options.metric.partition("/")[0])
-    with stage.timed("load"), name_errors("model_args", options.model_args, TypeError, ValueError):
-        model = open_model(policy, options)
-    if options.engine == "endpoint":
-        with (
-            stage.timed("load"),
-            name_errors("--endpoint", options.endpoint, Exception),
-        ):  # whatever its answers lack
-            stage.facts["canary"] = prove_server(model, policy, options.canary_tolerance)
-    model.set_cache_hook(
-        SimpleNamespace(add_partial=lambda *_: stage.check_stop())
-    )  # called after every answer
-    manager.load = lambda _: loaded  # once is enough
-    how = options.model_dump(include={"num_fewshot", "limit", "apply_chat_template", "gen_kwargs"})
-    away = name_errors("--endpoint", options.endpoint, OSError, ClientError)
-    with stage.timed("evaluate"), name_errors("arguments", how, ValueError), away:
-        told = lm_eval.simple_evaluate(model, tasks=options.tasks, task_manager=manager, **how)
-    found = {
-        name: each
-        for name, said in told["results"].items()
-        if (each := find_metrics(name, said, options.metric))
-    }
-    if others := [name for name in told["samples"] if name not in found]:
-        raise UserError("tasks", others, "have no metric that is a number")
-    inside = {
-        child
-        for name, children in told["group_subtasks"].items()
-        if name in found
-        for child in children
-    }
-    scores = [next(iter(found[name].values())) for name in found if name not in inside]
-    rows = [
-        row
-        for name, samples in told["samples"].items()
-        for row in list_samples(name, samples, found[name])
-    ]
-    pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES), stage.out / "samples.parquet")
-    at = VersionFacts.read(policy).version
-    stage.metric(
-        at, **{f"{name}/{key}": value for name in found for key, value in found[name].items()}
+    with stage.timed("load"):
+        manager, tasks = load_tasks(options)
+        with name_errors("model_args", options.model_args, TypeError, ValueError):
+            model = open_model(policy, options)
+        if options.engine == "endpoint":
+            # An answer may lack anything, and lm-eval reads it without a check.
+            with name_errors("--endpoint", options.endpoint, Exception):
+                stage.facts["canary"] = prove_server(model, policy, options.canary_tolerance)
+    # This hook is called after every answer.
+    model.set_cache_hook(SimpleNamespace(add_partial=lambda *_: stage.check_stop()))
+    # lm-eval would load the tasks a second time.
+    manager.load = lambda _: tasks
+    arguments = options.model_dump(
+        include={"num_fewshot", "limit", "apply_chat_template", "gen_kwargs"}
     )
+    with (
+        stage.timed("evaluate"),
+        name_errors("arguments", arguments, ValueError),
+        name_errors("--endpoint", options.endpoint, OSError, ClientError),
+    ):
+        evaluation = lm_eval.simple_evaluate(
+            model, tasks=options.tasks, task_manager=manager, **arguments
+        )
+    results = evaluation["results"]
+    metrics_by_task = read_metrics(evaluation, options.metric)
+    write_samples(evaluation["samples"], metrics_by_task, stage.out / "samples.parquet")
+    version = VersionFacts.read(policy).version
+    curves = {
+        f"{task}/{name}": value
+        for task, metrics in metrics_by_task.items()
+        for name, value in metrics.items()
+    }
+    stage.metric(version, **curves)
     stage.facts.update(
-        version=at,
+        version=version,
         digest=policy.manifest.digest,
         engine=options.engine,
         lm_eval=lm_eval.__version__,
     )
     stage.facts["tasks"] = {
-        name: {"samples": told["results"][name].get("sample_len"), **found[name]} for name in found
+        task: {"samples": results[task].get("sample_len")} | metrics
+        for task, metrics in metrics_by_task.items()
     }
-    return {"score": sum(scores) / len(scores)}
+    return {"score": compute_score(evaluation["group_subtasks"], metrics_by_task)}
+
+
+def load_tasks(options: LmEvalOptions) -> tuple[Any, JsonObject]:
+    """Load the tasks, and check that each has the metric that is wanted, before the model is loaded.
+
+    Returns:
+        lm-eval's task manager, and what it has loaded.
+
+    Raises:
+        UserError: a task is unknown, its data or code fail, or it lacks the metric.
+        Unavailable: the hub with its data does not answer.
+    """
+    import lm_eval.tasks
+
+    # The data and the code of a task may raise anything.
+    with name_errors("tasks", options.tasks, Exception):
+        manager = lm_eval.tasks.TaskManager(include_path=options.include_path)
+        tasks: JsonObject = manager.load(options.tasks)
+        metric = options.metric and options.metric.partition("/")[0]
+        for name, task in tasks["tasks"].items():
+            find_metrics(name, {f"{available},none": 0 for available in task.aggregation()}, metric)
+    return manager, tasks
+
+
+def read_metrics(evaluation: JsonMapping, wanted: str | None) -> dict[str, dict[str, float]]:
+    """Read the metrics of each task and group that has numbers, the `wanted` one first.
+
+    Raises:
+        UserError: a task has none.
+    """
+    metrics_by_task: dict[str, dict[str, float]] = {}
+    for task, result in evaluation["results"].items():
+        metrics = find_metrics(task, result, wanted)
+        if metrics:
+            metrics_by_task[task] = metrics
+    without = [task for task in evaluation["samples"] if task not in metrics_by_task]
+    if without:
+        raise UserError("tasks", without, "have no metric that is a number")
+    return metrics_by_task
+
+
+def compute_score(
+    subtasks: Mapping[str, list[str]], metrics_by_task: Mapping[str, Mapping[str, float]]
+) -> float:
+    """Compute the mean of the first metrics; tasks of a group that has metrics count by the group.
+
+    Args:
+        subtasks: group → its tasks and groups; a task has none.
+    """
+    inside = {
+        child
+        for name, children in subtasks.items()
+        if name in metrics_by_task
+        for child in children
+    }
+    scores = [
+        next(iter(metrics.values()))
+        for name, metrics in metrics_by_task.items()
+        if name not in inside
+    ]
+    return sum(scores) / len(scores)
+
+
+def write_samples(
+    samples_by_task: Mapping[str, Any],
+    metrics_by_task: Mapping[str, Mapping[str, float]],
+    path: Path,
+) -> None:
+    """Write the questions and answers of all tasks as Parquet."""
+    rows = [
+        row
+        for task, samples in samples_by_task.items()
+        for row in list_samples(task, samples, metrics_by_task[task])
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES), path)
 
 
 def open_model(policy: Artifact, options: LmEvalOptions) -> Any:
@@ -155,25 +219,32 @@ def open_model(policy: Artifact, options: LmEvalOptions) -> Any:
 
     files = policy.part("model", "--policy", "give it a checkpoint")
     if options.engine == "transformers":
-        return get_model("hf")(
-            pretrained=str(files), **{"device": "", **options.model_args}
-        )  # "": a GPU, if any
+        # Without a device lm-eval takes a GPU, if there is one.
+        arguments = {"device": ""} | options.model_args
+        return get_model("hf")(pretrained=str(files), **arguments)
     if not (options.endpoint or "").startswith("http"):
         raise UserError(
             "--endpoint", options.endpoint, "is required: an OpenAI API, as http://host:8000/v1"
         )
-    made = get_model("local-completions")
+    completions_model = get_model("local-completions")
     plugins.check_variant_args(
-        "lm-eval", made.__base__.__init__, options.model_args, first=1, prefix="model_args."
+        "lm-eval",
+        completions_model.__base__.__init__,
+        options.model_args,
+        first=1,
+        prefix="model_args.",
     )
     context = json.loads((files / "config.json").read_text()).get("max_position_embeddings", 2048)
-    given = {
+    defaults = {
         "model": "tuneloop",
         "max_length": context,
         "tokenizer_backend": "huggingface",
-        **options.model_args,
     }
-    return made(base_url=f"{options.endpoint}/completions", tokenizer=str(files), **given)
+    return completions_model(
+        base_url=f"{options.endpoint}/completions",
+        tokenizer=str(files),
+        **(defaults | options.model_args),
+    )
 
 
 def prove_server(model: Any, policy: Artifact, tolerance: float | None) -> dict[str, float]:
@@ -204,46 +275,60 @@ def name_errors(field: str, value: object, *kinds: type[Exception]) -> Iterator[
             raise
         answer = getattr(error, "response", None)
         status = getattr(error, "status", 0) if answer is None else answer.status_code
-        said = " ".join(str(error if answer is None else answer.text).split())[:300]
-        if (
-            status >= 500
-            or status in (408, 429)
-            or (is_unreachable(error) and "offline" not in said.lower())
-        ):
-            raise Unavailable(f"lm-eval: {field} {value}: {said}") from error
-        raise UserError(field, value, f"lm-eval refuses it: {said}") from error
+        text = " ".join(str(error if answer is None else answer.text).split())[:300]
+        # The hub's client in offline mode raises what it raises for a hub that is away.
+        is_offline = "offline" in text.lower()
+        is_busy = status >= 500 or status in (408, 429)
+        if is_busy or (is_unreachable(error) and not is_offline):
+            raise Unavailable(f"lm-eval: {field} {value}: {text}") from error
+        raise UserError(field, value, f"lm-eval refuses it: {text}") from error
 
 
-def find_metrics(name: str, said: Mapping[str, Any], wanted: str | None) -> dict[str, float]:
-    """Find lm-eval's metrics of a task or group, as ``acc``, ``acc_stderr``, ``exact_match/strict-match``, the `wanted`
-    one first. Raises UserError if it has only other metrics."""
-    numbers = {
-        key: float(number)
-        for key, number in said.items()
+def find_metrics(name: str, result: JsonMapping, wanted: str | None) -> dict[str, float]:
+    """Find lm-eval's metrics of a task or group, the `wanted` one first.
+
+    Args:
+        result: lm-eval's, whose metrics have keys as ``acc,none`` or ``exact_match,strict-match``.
+        wanted: a metric as ``acc``, or with its filter as ``exact_match/strict-match``.
+
+    Raises:
+        UserError: it has only other metrics.
+    """
+    metrics = {
+        key.removesuffix(",none").replace(",", "/"): float(number)
+        for key, number in result.items()
         if "," in key and isinstance(number, int | float)
     }
-    found = {key.removesuffix(",none").replace(",", "/"): number for key, number in numbers.items()}
-    first = [key for key in found if wanted in (None, key, key.partition("/")[0])][:1]
-    if found and not first:
-        raise UserError("metric", wanted, f"is none of {name}, which has {', '.join(found)}")
-    return {key: found[key] for key in [*first, *found]}
+    matches = [key for key in metrics if wanted in (None, key, key.partition("/")[0])]
+    if metrics and not matches:
+        raise UserError("metric", wanted, f"is none of {name}, which has {', '.join(metrics)}")
+    return {key: metrics[key] for key in [*matches[:1], *metrics]}
 
 
-def list_samples(task: str, samples: Any, metrics: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+def list_samples(
+    task: str, samples: Sequence[JsonMapping], metrics: Mapping[str, float]
+) -> Iterator[JsonObject]:
     """Yield the question and the answer of each document, and its value in the first metric."""
-    metric, _, kept = next(iter(metrics)).partition("/")
-    for sample in (each for each in samples if each["filter"] == (kept or "none")):
-        asked, said, answer = sample["arguments"], sample["filtered_resps"], sample["target"]
-        if len(asked) > 1:  # choices, each with its log-probability
-            answer = asked[answer][1] if isinstance(answer, int) and answer < len(asked) else answer
-            said = [asked[max(range(len(asked)), key=lambda i: said[i][0])][1]]
-        texts = map(str, (f"{task}/{sample['doc_id']}", asked[0][0], said[0], answer))
-        score = float(sample[metric]) if isinstance(sample.get(metric), int | float) else None
-        yield {
-            **dict(zip(TEXTS, texts)),
-            "score": score,
-            "outcome": "unverifiable" if score is None else "score",
-        }
+    metric, _, filter_name = next(iter(metrics)).partition("/")
+    for sample in samples:
+        if sample["filter"] != (filter_name or "none"):
+            continue
+        arguments = sample["arguments"]
+        answer = sample["target"]
+        response = sample["filtered_resps"][0]
+        # Of choices there is one argument each, and its log-probability as response.
+        if len(arguments) > 1:
+            logprobs = [logprob for logprob, *_ in sample["filtered_resps"]]
+            response = arguments[logprobs.index(max(logprobs))][1]
+            if isinstance(answer, int) and answer < len(arguments):
+                answer = arguments[answer][1]
+        texts = (f"{task}/{sample['doc_id']}", arguments[0][0], response, answer)
+        row: JsonObject = dict(zip(TEXTS, map(str, texts)))
+        value = sample.get(metric)
+        score = float(value) if isinstance(value, int | float) else None
+        row["score"] = score
+        row["outcome"] = "unverifiable" if score is None else "score"
+        yield row
 
 
 if __name__ == "__main__":

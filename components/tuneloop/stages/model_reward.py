@@ -10,6 +10,7 @@ from pydantic import Field
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.carried import pass_carried
 from tuneloop.formats.token_files import Document
 from tuneloop.training import checkpoint
@@ -43,17 +44,17 @@ def model_reward(
     from tuneloop.training.scorer import Scorer
 
     table = read_rollouts(rollouts)
+    prompts = table["prompt_ids"].to_pylist()
     sequences = [
-        a + b for a, b in zip(table["prompt_ids"].to_pylist(), table["completion_ids"].to_pylist())
+        prompt + completion
+        for prompt, completion in zip(prompts, table["completion_ids"].to_pylist())
     ]
     ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("load"):
-        model = Scorer(
-            scorer.part("model"),
-            ranks,
-            max_length=max(map(len, sequences)) + 1,
-            **options.model_options,
-        )
+        # One more: the score is read at a token that is appended.
+        max_length = max(map(len, sequences)) + 1
+        directory = scorer.part("model")
+        model = Scorer(directory, ranks, max_length=max_length, **options.model_options)
     if max(max(ids) for ids in sequences) >= model.vocab_size:
         raise UserError(
             "--scorer",
@@ -62,35 +63,35 @@ def model_reward(
         )
     with stage.timed("score"):
         documents = [Document(ids, [False] * len(ids)) for ids in sequences]
-        found = score_documents(
+        model_scores = score_documents(
             stage, model, documents, per_device_eval_batch_size, Scorer.scores
         ).tolist()
-    table = add_model_scores(table, found, weight)
+    table = add_model_scores(table, model_scores, weight)
     scores = [score for score in table["score"].to_pylist() if score is not None]
     mean = sum(scores) / len(scores) if scores else 0.0
     if stage.leader:
         pq.write_table(table, stage.out / "rewards.parquet")
         pass_carried(rollouts, stage.out)
-    about = {
+    # The facts of the rollouts are passed on as they are: the update needs them.
+    stage.facts.update(rollouts.manifest.facts)
+    stage.facts["model_reward"] = {
         "mean": mean,
-        "model": sum(found) / len(found),
+        "model": sum(model_scores) / len(model_scores),
         "weight": weight,
         "scored": len(scores),
     }
-    stage.facts.update(
-        {**rollouts.manifest.facts, "model_reward": about, "scorer": scorer.manifest.digest}
-    )
+    stage.facts["scorer"] = scorer.manifest.digest
     stage.metric(rollouts.manifest.version or 0, mean=mean)
     return {"mean_reward": mean}
 
 
 def read_rollouts(rollouts: Artifact) -> pa.Table:
-    """Read rollouts, scored or not; refuse an artifact without any."""
+    """Read rollouts, scored or not. Raises UserError: there are none."""
     for name in ("rewards.parquet", "rollouts.parquet"):
-        if (
-            name in rollouts.manifest.files
-            and (table := pq.read_table(rollouts.part(name))).num_rows
-        ):
+        if name not in rollouts.manifest.files:
+            continue
+        table = pq.read_table(rollouts.part(name))
+        if table.num_rows:
             return table
     raise UserError(
         "--rollouts",
@@ -99,25 +100,26 @@ def read_rollouts(rollouts: Artifact) -> pa.Table:
     )
 
 
-def add_model_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
+def add_model_scores(table: pa.Table, model_scores: list[float], weight: float) -> pa.Table:
     """Return `table` with the model's scores added to `outcome`, `score` and `breakdown`."""
-    if "score" in table.column_names:
-        before = table.select(["outcome", "score", "breakdown"]).to_pylist()
-        table = table.drop_columns(["outcome", "score", "breakdown"])
-    else:
-        before = [{"outcome": "score", "score": 0.0, "breakdown": "{}"}] * table.num_rows
-    sums = [
-        None if row["score"] is None else row["score"] + weight * value
-        for row, value in zip(before, found)
+    judgements: list[JsonObject] = [
+        {"outcome": "score", "score": 0.0, "breakdown": "{}"} for _ in range(table.num_rows)
     ]
-    parts = [json.loads(row["breakdown"]) | {"model": value} for row, value in zip(before, found)]
-    table = table.append_column(
-        "outcome", pa.array([row["outcome"] for row in before], pa.string())
-    )
+    columns = ["outcome", "score", "breakdown"]
+    if "score" in table.column_names:
+        judgements = table.select(columns).to_pylist()
+        table = table.drop_columns(columns)
+    sums: list[float | None] = []
+    breakdowns: list[str] = []
+    for judgement, model_score in zip(judgements, model_scores):
+        score = judgement["score"]
+        sums.append(None if score is None else score + weight * model_score)
+        breakdown = json.loads(judgement["breakdown"]) | {"model": model_score}
+        breakdowns.append(json.dumps(breakdown, sort_keys=True))
+    outcomes = [judgement["outcome"] for judgement in judgements]
+    table = table.append_column("outcome", pa.array(outcomes, pa.string()))
     table = table.append_column("score", pa.array(sums, pa.float32()))
-    return table.append_column(
-        "breakdown", pa.array((json.dumps(part, sort_keys=True) for part in parts), pa.string())
-    )
+    return table.append_column("breakdown", pa.array(breakdowns, pa.string()))
 
 
 if __name__ == "__main__":

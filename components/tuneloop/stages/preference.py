@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 Reference = Mapping[str, np.ndarray]
 """``chosen``, ``rejected``, and for KTO ``chosen_kl``, ``rejected_kl``: each float64 of the shape ``[pairs]``."""
 
+METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+"""Metrics that are summed over the pairs of all ranks, under TRL's names."""
+
 
 class PreferenceOptions(PairOptions, BackendOptions):
     """Options of a trainer on pairs."""
@@ -110,19 +113,24 @@ def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: boo
     """Read the reference's log-probabilities of `pairs`, in order. Raises UserError: of others, or none for KTO."""
     file = logprobs.part(f"{split}.parquet", "--logprobs", "give it what reference_logprobs made")
     table = pq.read_table(file).combine_chunks()
-    found = table.take(pc.index_in(pairs.ids, table["id"]))
-    same = pc.fill_null(pc.equal(found["tokens"].combine_chunks(), pairs.digests()), False)
-    if (other := same.index(False).as_py()) >= 0:
-        remedy = f"{logprobs.url} has other tokens for it; run reference_logprobs on these very pairs and tokenizer"
-        raise UserError("--logprobs", pairs.ids[other].as_py(), remedy)
-    if needs_kl and "chosen_kl" not in found.column_names:
+    rows = table.take(pc.index_in(pairs.ids, table["id"]))
+    # A pair that the table lacks is a row of nulls.
+    is_same = pc.fill_null(pc.equal(rows["tokens"].combine_chunks(), pairs.digests()), False)
+    first_other = is_same.index(False).as_py()
+    if first_other >= 0:
+        remedy = (
+            f"{logprobs.url} has other tokens for it; run reference_logprobs on these very pairs "
+            "and tokenizer"
+        )
+        raise UserError("--logprobs", pairs.ids[first_other].as_py(), remedy)
+    if needs_kl and "chosen_kl" not in rows.column_names:
         raise UserError(
             "--logprobs",
             logprobs.url,
             "lacks what kto needs; set reference_logprobs' mismatched_pairs",
         )
     return {
-        name: found[name].to_numpy() for name in found.column_names if name not in ("id", "tokens")
+        name: rows[name].to_numpy() for name in rows.column_names if name not in ("id", "tokens")
     }
 
 
@@ -138,51 +146,58 @@ class Learner:
         reference: Reference,
         limit: int,
     ) -> None:
-        self.stage, self.trainer, self.objective = stage, trainer, objective
-        self.reference, self.limit = reference, limit
-        self.others = Mismatched(pairs.documents) if objective.needs_kl else []
+        self.stage = stage
+        self.trainer = trainer
+        self.objective = objective
+        self.reference = reference
+        self.limit = limit
+        self.mismatched = Mismatched(pairs.documents) if objective.needs_kl else []
 
     def step(self, prepared: epochs.Prepared) -> dict[str, float]:
+        """Take one optimizer step and return its metrics, under TRL's names."""
         import torch
 
-        chosen = prepared.indices
-        divergence = self._divergence(chosen)
+        indices = prepared.indices
+        divergence = self._divergence(indices)
         torch.manual_seed(self.stage.seed("dropout", self.trainer.step, self.stage.rank))
         totals: dict[str, float] = {}
         for micro, batch in self.trainer.accumulate(prepared.batches):
-            found = sum_logprobs(self.trainer, batch)
-            known = [
-                self.reference[side][chosen[i]] for i in micro for side in ("chosen", "rejected")
+            logprobs = sum_logprobs(self.trainer, batch)
+            reference = [
+                self.reference[side][indices[i]] for i in micro for side in ("chosen", "rejected")
             ]
-            counts = batch.counts.to(found.device)
-            judged = Judged(found - found.new_tensor(known), counts, found.new_tensor(divergence))
-            loss = self.objective.loss(judged).sum() / len(chosen)
+            ratios = logprobs - logprobs.new_tensor(reference)
+            counts = batch.counts.to(logprobs.device)
+            judged = Judged(ratios, counts, logprobs.new_tensor(divergence))
+            loss = self.objective.loss(judged).sum() / len(indices)
             loss.backward()
-            for name, values in {"loss": loss.detach(), **self.objective.measures(judged)}.items():
+            measures = {"loss": loss.detach()} | self.objective.measures(judged)
+            for name, values in measures.items():
                 totals[name] = totals.get(name, 0.0) + float(values.sum())
         norm, rate = self.trainer.update()
-        names = [
-            "loss",
-            "rewards/chosen",
-            "rewards/rejected",
-            "rewards/margins",
-            "rewards/accuracies",
-        ]
-        summed = dict(zip(names, self.trainer.ranks.sum([totals.get(name, 0.0) for name in names])))
-        measures = {
-            name: value / (1 if name == "loss" else len(chosen)) for name, value in summed.items()
-        }
-        measures |= {"grad_norm": norm, "learning_rate": rate}
-        return measures | ({"kl": divergence} if self.others else {})
+        # A rank without micro-batches has no totals, and takes part in the sum all the same.
+        sums = self.trainer.ranks.sum([totals.get(name, 0.0) for name in METRICS])
+        metrics = dict(zip(METRICS, sums))
+        for name in METRICS:
+            if name != "loss":
+                metrics[name] /= len(indices)
+        metrics["grad_norm"] = norm
+        metrics["learning_rate"] = rate
+        if self.mismatched:
+            metrics["kl"] = divergence
+        return metrics
 
-    def _divergence(self, chosen: Sequence[int]) -> float:
+    def _divergence(self, indices: Sequence[int]) -> float:
         """Compute the mean log-ratio over mismatched completions of this step, at least 0, without gradient."""
-        if not self.others:
+        if not self.mismatched:
             return 0.0
-        documents = [self.others[place] for i in chosen for place in (2 * i, 2 * i + 1)]
-        found = score_documents(None, self.trainer, documents, 2 * self.limit)
-        known = [self.reference[side][i] for i in chosen for side in ("chosen_kl", "rejected_kl")]
-        return max(0.0, sum(a - b for a, b in zip(found, known)) / len(known))
+        documents = [self.mismatched[index] for i in indices for index in (2 * i, 2 * i + 1)]
+        logprobs = score_documents(None, self.trainer, documents, 2 * self.limit)
+        reference = [
+            self.reference[side][i] for i in indices for side in ("chosen_kl", "rejected_kl")
+        ]
+        ratios = [ours - theirs for ours, theirs in zip(logprobs, reference)]
+        return max(0.0, sum(ratios) / len(ratios))
 
 
 if __name__ == "__main__":

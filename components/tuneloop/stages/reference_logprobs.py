@@ -44,24 +44,26 @@ def reference_logprobs(
     with stage.timed("load"):
         model = Policy(checkpoint.model_dir(policy), ranks, **options.model_options)
         checkpoint.load_masters(model, policy)
-    counts = {}
+    counts: dict[str, int] = {}
     for split in SPLITS:
-        if not (pairs := read_pairs(prompts, policy, split)):
+        pairs = read_pairs(prompts, policy, split)
+        if not pairs:
             continue
         pairs = fit_pairs(stage, pairs, prompts, model, options)
         with stage.timed("score"):
-            found = score_documents(stage, model, pairs.documents, per_device_eval_batch_size)
+            # Documents alternate: a pair's chosen one, then its rejected one.
+            logprobs = score_documents(stage, model, pairs.documents, per_device_eval_batch_size)
             rows = {
                 "id": pairs.ids,
                 "tokens": pairs.digests(),
-                "chosen": found[0::2],
-                "rejected": found[1::2],
+                "chosen": logprobs[0::2],
+                "rejected": logprobs[1::2],
             }
             if mismatched_pairs:
-                found = score_documents(
-                    stage, model, Mismatched(pairs.documents), per_device_eval_batch_size
-                )
-                rows |= {"chosen_kl": found[0::2], "rejected_kl": found[1::2]}
+                mismatched = Mismatched(pairs.documents)
+                logprobs = score_documents(stage, model, mismatched, per_device_eval_batch_size)
+                rows["chosen_kl"] = logprobs[0::2]
+                rows["rejected_kl"] = logprobs[1::2]
         counts[split] = len(pairs)
         if stage.leader:
             pq.write_table(pa.table(rows), stage.out / f"{split}.parquet")

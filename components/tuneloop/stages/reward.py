@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import fsum
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Annotated, Any
+from typing import Annotated
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +16,7 @@ from pydantic import Field
 
 from tuneloop.core import plugins
 from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.carried import pass_carried
 from tuneloop.formats.rollouts import FILE, ROWS, open_rows
 from tuneloop.rewards.scoring import KINDS, Outcome, compute_full_marks, parse_spec
@@ -68,7 +69,8 @@ def reward(
     sampled = open_rows(rollouts, FILE, columns, "--rollouts", "the stage rollout")
     rows = sampled.read(columns).to_pylist()
     if reward_weights is not None:
-        rows = [{**row, "reward_spec": json.dumps(reward_weights, sort_keys=True)} for row in rows]
+        spec = json.dumps(reward_weights, sort_keys=True)
+        rows = [row | {"reward_spec": spec} for row in rows]
     bar = stage.progress(sum(len(parse_spec(row["reward_spec"])) for row in rows), "rewards")
 
     scoring = ScoringStage.open(stage)
@@ -83,39 +85,50 @@ def reward(
         )
     if escape_score is not None:
         outcomes = [
-            replace(o, score=escape_score) if o.outcome == "escape" else o for o in outcomes
+            replace(outcome, score=escape_score) if outcome.outcome == "escape" else outcome
+            for outcome in outcomes
         ]
     scoring.check_budget(outcomes, error_budget)
-    if crashed := sum(any(key.endswith(".crash") for key in o.breakdown) for o in outcomes):
+    crashes = sum(any(key.endswith(".crash") for key in o.breakdown) for o in outcomes)
+    if crashes:
         stage.log(
-            f"{crashed} of {len(outcomes)} rollouts crashed a reward and got its least score: read what they say"
+            f"{crashes} of {len(outcomes)} rollouts crashed a reward and got its least score: "
+            "read what they say"
         )
     _write(sampled, outcomes, stage.out / "rewards.parquet")
     pass_carried(rollouts, stage.out)
-    facts = summarize_rewards(rows, outcomes)
-    stage.facts.update({**rollouts.manifest.facts, "reward": facts})
-    numbers = {k: float(facts[k]) for k in ("mean", "std", "solved", "zero_variance")}
-    stage.metric(rollouts.manifest.version or 0, **numbers)
-    stage.log(f"mean {facts['mean']:.4f}, solved {facts['solved']:.1%}, {dict(facts['outcomes'])}")
-    return {"mean_reward": facts["mean"]}
+    summary = summarize_rewards(rows, outcomes)
+    # The facts of the rollouts are passed on as they are: the update needs them.
+    stage.facts.update(rollouts.manifest.facts)
+    stage.facts["reward"] = summary
+    stage.metric(
+        rollouts.manifest.version or 0,
+        mean=float(summary["mean"]),
+        std=float(summary["std"]),
+        solved=float(summary["solved"]),
+        zero_variance=float(summary["zero_variance"]),
+    )
+    stage.log(
+        f"mean {summary['mean']:.4f}, solved {summary['solved']:.1%}, {dict(summary['outcomes'])}"
+    )
+    return {"mean_reward": summary["mean"]}
 
 
 def _write(file: pq.ParquetFile, outcomes: Sequence[Outcome], scored: Path) -> None:
     """Write the rollouts with their outcomes, one row group after another."""
-    left = iter(outcomes)
+    remaining = iter(outcomes)
+    # The names and types of the added columns are in the order of the values below.
     added = pa.schema({"outcome": pa.string(), "score": pa.float32(), "breakdown": pa.string()})
     with pq.ParquetWriter(scored, pa.schema([*file.schema_arrow, *added])) as out:
         for batch in file.iter_batches(ROWS):
-            part = list(itertools.islice(left, batch.num_rows))
+            part = list(itertools.islice(remaining, batch.num_rows))
             breakdowns = [json.dumps(o.breakdown, sort_keys=True) for o in part]
             columns = [[o.outcome for o in part], [o.score for o in part], breakdowns]
             arrays = [pa.array(values, field.type) for values, field in zip(columns, added)]
             out.write_batch(pa.record_batch([*batch.columns, *arrays], schema=out.schema))
 
 
-def summarize_rewards(
-    rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]
-) -> dict[str, Any]:
+def summarize_rewards(rows: Sequence[JsonObject], outcomes: Sequence[Outcome]) -> JsonObject:
     """Summarize the output of `reward`; rows without a score count in `outcomes` alone. One must have a score."""
     scores: list[float] = []
     solved: list[bool] = []
@@ -138,9 +151,10 @@ def summarize_rewards(
         "outcomes": {kind: counts[kind] for kind in KINDS},
         # A mean of NAME.part is over the rows that the reward NAME judged.
         "breakdown": {
-            k: fsum(v) / len(parts.get(k.rpartition(".")[0]) or v) for k, v in sorted(parts.items())
+            name: fsum(values) / len(parts.get(name.rpartition(".")[0]) or values)
+            for name, values in sorted(parts.items())
         },
-        "zero_variance": fmean(max(g) == min(g) for g in groups.values()),
+        "zero_variance": fmean(max(group) == min(group) for group in groups.values()),
     }
 
 

@@ -58,19 +58,20 @@ def reward_model(
     step = partial(train_step, stage, trainer, center=center_rewards_coefficient)
     loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.__getitem__, step)
     with stage.timed("evaluate"):
-        right = compute_accuracy(
+        accuracy = compute_accuracy(
             stage, trainer, held_out, 2 * options.per_device_train_batch_size, ScoreTrainer.scores
         )
     checkpoint.release_device(stage, trainer)
     with stage.timed("save"):
-        source, target = checkpoint.model_dir(policy), stage.out / "model"
+        source = checkpoint.model_dir(policy)
+        target = stage.out / "model"
         if stage.leader:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS))
         dtype = checkpoint.choose_saved_dtype(policy, options.save_dtype)
         trainer.export(source, target, dtype)
-    stage.facts.update(step=trainer.step, save_dtype=dtype, accuracy=right)
-    stage.log(f"accuracy {right:.3f} on {len(held_out)} pairs")
-    return {"loss": loss, "accuracy": right}
+    stage.facts.update(step=trainer.step, save_dtype=dtype, accuracy=accuracy)
+    stage.log(f"accuracy {accuracy:.3f} on {len(held_out)} pairs")
+    return {"loss": loss, "accuracy": accuracy}
 
 
 def train_step(
@@ -86,14 +87,19 @@ def train_step(
         loss = bradley_terry(chosen, rejected, center).sum() / len(prepared.indices)
         loss.backward()
         margin = chosen - rejected
-        totals += (
-            torch.stack([loss.detach(), (margin > 0).sum(), margin.detach().sum()]).double().cpu()
-        )
+        sums = torch.stack([loss.detach(), (margin > 0).sum(), margin.detach().sum()])
+        totals += sums.double().cpu()
     norm, rate = trainer.update()
-    loss_, right, margins = trainer.ranks.sum(totals.tolist())
+    # The loss is divided by the count of all ranks already, the others are sums over pairs.
+    total_loss, right, margins = trainer.ranks.sum(totals.tolist())
     count = len(prepared.indices)
-    measures = {"loss": loss_, "accuracy": right / count, "margin": margins / count}
-    return {**measures, "grad_norm": norm, "learning_rate": rate}
+    return {
+        "loss": total_loss,
+        "accuracy": right / count,
+        "margin": margins / count,
+        "grad_norm": norm,
+        "learning_rate": rate,
+    }
 
 
 def bradley_terry(chosen: "Tensor", rejected: "Tensor", center: float) -> "Tensor":

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, ValidationInfo
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.seeds import derive_seed, draw_indices, permute_index
 from tuneloop.formats import rollouts
 from tuneloop.formats.carried import CARRIED, METADATA, read_carried
@@ -26,44 +27,47 @@ from tuneloop.inference.rounds import Rounds, bound_staleness
 
 
 def _check_rounds(size: int | None, info: ValidationInfo) -> int | None:
-    most = info.data.get("max_tokens")
+    max_tokens = info.data.get("max_tokens")
     if size and info.data.get("environment") is not None:
         raise ValueError(
             "an environment's state cannot continue in another iteration: unset one of the two"
         )
-    if size and most and most % size:
-        raise ValueError(f"must divide max_tokens ({most})")
+    if size and max_tokens and max_tokens % size:
+        raise ValueError(f"must divide max_tokens ({max_tokens})")
     return size
 
 
-def _check_oversampling(asked: int | None, info: ValidationInfo) -> int | None:
-    wanted, n, carrying = (
-        info.data.get(name) for name in ("prompts_per_iteration", "n", "carry_after")
-    )
-    if carrying and not asked:
+def _check_oversampling(size: int | None, info: ValidationInfo) -> int | None:
+    wanted = info.data.get("prompts_per_iteration")
+    is_carrying = bool(info.data.get("carry_after"))
+    if is_carrying and not size:
         raise ValueError(
             "goes with carry_after: set it to the groups under way, at least prompts_per_iteration"
         )
-    if asked and wanted and asked < wanted:
+    if size and wanted and size < wanted:
         raise ValueError(
             f"must be at least prompts_per_iteration ({wanted}), the groups that the update takes"
         )
-    if asked and n == 1 and not carrying:
+    if size and info.data.get("n") == 1 and not is_carrying:
         remedy = "set n to 2 or more, or leave this out"
         raise ValueError(f"no group would be kept, as a single reward does not differ: {remedy}")
-    return asked
+    return size
 
 
 class RolloutOptions(SamplingOptions):
     """Options of sampling: never top-p or top-k, whose log-probabilities would bias the importance ratios."""
 
     flags: ClassVar[tuple[str, ...]] = (
-        *("engine", "endpoint", "iteration", "prompts_per_iteration", "n", "temperature"),
-        *(
-            *generate.SHARED_FLAGS,
-            "carry_after",
-            "oversampled_prompts",
-        ),  # checked against the flags before them
+        "engine",
+        "endpoint",
+        "iteration",
+        "prompts_per_iteration",
+        "n",
+        "temperature",
+        *generate.SHARED_FLAGS,
+        # These are checked against the flags before them.
+        "carry_after",
+        "oversampled_prompts",
     )
 
     iteration: int = Field(0, ge=0, description="which batch of prompts")
@@ -106,62 +110,73 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
         StaleWeights: the engine serves other weights.
     """
     train = rollouts.open_rows(prompts, "train.parquet", generate.COLUMNS, "--prompts", "data_prep")
-    total, iteration, wanted = (
-        train.metadata.num_rows,
-        options.iteration,
-        options.prompts_per_iteration,
-    )
-    size, told = options.oversampled_prompts or wanted, dict[str, float]()
-    rounds, drawn = _open_rounds(stage, policy, options)
-    begun = rounds.unfinished if rounds else {}
-    places = draw_indices(
-        total, drawn, size - len(begun), partial(derive_seed, options.seed, "prompts")
-    )
     columns = list_columns(generate.COLUMNS, train.schema_arrow.names)
-    chosen = [
-        *(dict(group.row) for group in begun.values()),
-        *rollouts.read_rows(train, places, columns),
-    ]
-    seed = derive_seed(options.seed, "spares", iteration)
+    size = options.oversampled_prompts or options.prompts_per_iteration
+    rounds, drawn = _open_rounds(stage, policy, options)
+    begun_groups = rounds.unfinished if rounds else {}
+    indices = draw_indices(
+        train.metadata.num_rows,
+        drawn,
+        size - len(begun_groups),
+        partial(derive_seed, options.seed, "prompts"),
+    )
+    rows = [dict(group.row) for group in begun_groups.values()]
+    rows += rollouts.read_rows(train, indices, columns)
+    new_names = [f"i{options.iteration:06d}-p{number:05d}" for number in range(len(indices))]
+    names = [*begun_groups, *new_names]
+    if len(set(names)) < len(names):
+        remedy = "has begun groups that the policy carries; use a later iteration"
+        raise UserError("--iteration", options.iteration, remedy)
+    seed = derive_seed(options.seed, "spares", options.iteration)
     spares = Spares(
-        list_spares(train, columns, seed, {row["id"] for row in chosen}),
+        list_spares(train, columns, seed, {row["id"] for row in rows}),
         PromptFacts.read(prompts).length_policy,
     )
-    groups = [*begun, *(f"i{iteration:06d}-p{p:05d}" for p in range(len(places)))]
-    if len({*groups}) < len(groups):
-        raise UserError(
-            "--iteration",
-            iteration,
-            "has begun groups that the policy carries; use a later iteration",
-        )
     with generate.open_engine(options) as engine:
-        job = generate.Job(chosen, groups, options.n, options, rounds, spares)
+        job = generate.Job(rows, names, options.n, options, rounds, spares)
         tokenizer, requests, completions = generate.generate_completions(stage, policy, job, engine)
-    batch = every = [*zip(chosen, requests, completions)]
+    groups: list[Group] = [*zip(rows, requests, completions)]
+    more_metrics: dict[str, float] = {}
     if rounds:
-        batch, left = (
-            [every[i] for i in some]
-            for some in rounds.divide_groups(completions, options.max_tokens)
-        )
-        about = {"drawn": drawn + len(places), "options": _shared_options(options)}
-        _write(stage.out / CARRIED, tokenizer, left, {METADATA: json.dumps(about, sort_keys=True)})
-        bound = int(stage.facts["staleness"]["bound"])
-        stage.facts["staleness"] = generate.measure_staleness(
-            policy, [said for *_, said in batch], bound
-        )
-        stage.facts["carried"] = {"taken": len(begun), "left": len(left)}
-        told = {"carried": len(left), "staleness": stage.facts["staleness"]["mean"]}
+        ended, unended = rounds.divide_groups(completions, options.max_tokens)
+        carried = [groups[index] for index in unended]
+        groups = [groups[index] for index in ended]
+        state = {"drawn": drawn + len(indices), "options": _shared_options(options)}
+        metadata = {METADATA: json.dumps(state, sort_keys=True)}
+        _write(stage.out / CARRIED, tokenizer, carried, metadata)
+        note_carried(stage, policy, groups, len(begun_groups), len(carried))
+        more_metrics["carried"] = len(carried)
+        more_metrics["staleness"] = stage.facts["staleness"]["mean"]
     elif options.oversampled_prompts:
-        stage.facts["groups"] = {"asked": size, "wanted": wanted}
-    warn_of_blind_spot(stage, policy, iteration)
-    _write(stage.out / rollouts.FILE, tokenizer, batch)
-    made = [said for *_, group in batch for said in group]
-    mean = sum(len(said.ids) for said in made) / len(made)
-    cut = sum(said.finish_reason == "length" for said in made) / len(made)
+        stage.facts["groups"] = {"asked": size, "wanted": options.prompts_per_iteration}
+    warn_of_blind_spot(stage, policy, options.iteration)
+    _write(stage.out / rollouts.FILE, tokenizer, groups)
+    sampled = [completion for *_, group in groups for completion in group]
+    mean_length = sum(len(completion.ids) for completion in sampled) / len(sampled)
+    truncated = sum(completion.finish_reason == "length" for completion in sampled)
     stage.metric(
-        iteration, completions=len(made), mean_length=mean, cut=cut, **told, **stage.facts["canary"]
+        options.iteration,
+        completions=len(sampled),
+        mean_length=mean_length,
+        cut=truncated / len(sampled),
+        **more_metrics,
+        **stage.facts["canary"],
     )
-    return {"completions": len(made), "mean_length": mean}
+    return {"completions": len(sampled), "mean_length": mean_length}
+
+
+Group = tuple[Mapping[str, Any], rollouts.Request, Sequence[rollouts.Completion]]
+"""A row of prompts, its request, and its completions."""
+
+
+def note_carried(
+    stage: Stage, policy: Artifact, batch: Sequence[Group], taken: int, left: int
+) -> None:
+    """Record how many groups were carried here and on, and the staleness of the `batch` alone."""
+    bound = int(stage.facts["staleness"]["bound"])
+    completions = [group for *_, group in batch]
+    stage.facts["staleness"] = generate.measure_staleness(policy, completions, bound)
+    stage.facts["carried"] = {"taken": taken, "left": left}
 
 
 def warn_of_blind_spot(stage: Stage, policy: Artifact, iteration: int) -> None:
@@ -180,44 +195,39 @@ def warn_of_blind_spot(stage: Stage, policy: Artifact, iteration: int) -> None:
 
 
 def list_spares(
-    train: pq.ParquetFile, columns: Sequence[str], seed: int, chosen: Set[str]
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `train` in a random order of `seed`, without those whose ids are `chosen`."""
+    train: pq.ParquetFile, columns: Sequence[str], seed: int, excluded: Set[str]
+) -> Iterator[JsonObject]:
+    """Yield the rows of `train` in a random order of `seed`, without those whose ids are `excluded`."""
     total = train.metadata.num_rows
-    for index in range(total):
-        (row,) = rollouts.read_rows(train, [permute_index(index, total, seed)], columns)
-        if row["id"] not in chosen:
+    for number in range(total):
+        (row,) = rollouts.read_rows(train, [permute_index(number, total, seed)], columns)
+        if row["id"] not in excluded:
             yield row
-
-
-Group = tuple[Mapping[str, Any], rollouts.Request, Sequence[rollouts.Completion]]
-"""A row of prompts, its request, and its completions."""
 
 
 def _open_rounds(
     stage: Stage, policy: Artifact, options: RolloutOptions
 ) -> tuple[Rounds | None, int]:
     """Return the rounds of this iteration with the groups to continue, and how many prompts were drawn before."""
-    size, wanted, groups = (
-        options.carry_after,
-        options.prompts_per_iteration,
-        options.oversampled_prompts,
-    )
-    begun, about = read_carried(policy)
-    if begun and about["options"] != (
-        asked := _shared_options(options)
-    ):  # a fork with other settings
+    wanted = options.prompts_per_iteration
+    begun_groups, state = read_carried(policy)
+    shared_options = _shared_options(options)
+    # A fork may sample in another way than the run that it begins from.
+    if begun_groups and state["options"] != shared_options:
         stage.log(
-            f"{len(begun)} carried groups are dropped: they were sampled with {about['options']}, not {asked}"
+            f"{len(begun_groups)} carried groups are dropped: they were sampled with "
+            f"{state['options']}, not {shared_options}"
         )
-        begun = {}
-    if not (size and groups):
-        return None, options.iteration * (groups or wanted)
-    oldest = bound_staleness(options.max_tokens // size, groups, wanted)
-    return Rounds(size, wanted, oldest, begun), about.get("drawn", options.iteration * wanted)
+        begun_groups = {}
+    if not (options.carry_after and options.oversampled_prompts):
+        return None, options.iteration * (options.oversampled_prompts or wanted)
+    rounds_per_completion = options.max_tokens // options.carry_after
+    oldest = bound_staleness(rounds_per_completion, options.oversampled_prompts, wanted)
+    rounds = Rounds(options.carry_after, wanted, oldest, begun_groups)
+    return rounds, state.get("drawn", options.iteration * wanted)
 
 
-def _shared_options(options: RolloutOptions) -> dict[str, Any]:
+def _shared_options(options: RolloutOptions) -> JsonObject:
     """Return the options that must be equal for all groups of a batch, carried or new."""
     shared = {
         "prompts_per_iteration",
@@ -231,10 +241,11 @@ def _shared_options(options: RolloutOptions) -> dict[str, Any]:
 
 
 def _write(
-    path: Path, tokenizer: Any, groups: Iterable[Group], about: Mapping[str, str] | None = None
+    path: Path, tokenizer: Any, groups: Iterable[Group], metadata: Mapping[str, str] | None = None
 ) -> None:
-    rows = (rollouts.make_rows(tokenizer, *each) for each in groups)
-    rollouts.write_rollouts(path, itertools.chain.from_iterable(rows), about)
+    """Write groups of completions as Parquet, whose schema has this `metadata`."""
+    rows = (rollouts.make_rows(tokenizer, *group) for group in groups)
+    rollouts.write_rollouts(path, itertools.chain.from_iterable(rows), metadata)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ def sft(
         check_conversation_choices(prompts)
     ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("data"):
-        if not (documents := read_corpus(prompts, policy, "sft")):
+        documents = read_corpus(prompts, policy, "sft")
+        if not documents:
             raise UserError(
                 "--prompts",
                 prompts.url,

@@ -24,17 +24,19 @@ def tokenize_data(stage: Stage, policy: Input, prompts: Input) -> Results:
             file = str(stage.out / f"{split}.arrow")
             write_corpus(file, tokenize_split(prompts, policy, split, stage.check_stop))
             corpora[split] = Corpus(file)
-    if not any(map(len, corpora.values())):
+    documents = sum(len(corpus) for corpus in corpora.values())
+    if not documents:
         raise UserError(
             "--prompts", prompts.url, "holds no rows to tokenize; set data_prep's sft or preference"
         )
     tokens = {split: corpus.tokens for split, corpus in corpora.items()}
     stage.facts.update(tokens=tokens, tokenizer=digest_tokenizer(policy))
-    settings = ("history", "reasoning", "too_long", "drop_at_most")
-    facts = prompts.manifest.facts
-    stage.facts.update({name: facts[name] for name in settings if name in facts})
+    # How rows are treated is a setting of the data, which stages read from either artifact.
+    for name in ("history", "reasoning", "too_long", "drop_at_most"):
+        if name in prompts.manifest.facts:
+            stage.facts[name] = prompts.manifest.facts[name]
     stage.log(f"tokens: {tokens}")
-    return {"documents": sum(map(len, corpora.values()))}
+    return {"documents": documents}
 
 
 if __name__ == "__main__":

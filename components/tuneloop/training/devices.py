@@ -23,10 +23,10 @@ DEVICES = {
 
 def find_device(name: str) -> Device | None:
     """Find a device by CUDA's name; None if it is unknown, another variant of a known one, or a MIG partition."""
-    words = {*name.replace("-", " ").split()}
-    known = [
-        each
-        for each in DEVICES
-        if words.issuperset(each.split()) and words.isdisjoint(("NVL", "MIG"))
-    ]
-    return DEVICES[max(known, key=len)] if known else None
+    words = set(name.replace("-", " ").split())
+    # An NVL card has other rates, and a partition has a part of them.
+    if words & {"NVL", "MIG"}:
+        return None
+    matches = [device for device in DEVICES if words.issuperset(device.split())]
+    # "H100 PCIe" also matches "H100": the longer name says more.
+    return DEVICES[max(matches, key=len)] if matches else None

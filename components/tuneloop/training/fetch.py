@@ -13,13 +13,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError, report_errors
+from tuneloop.core.json_types import JsonObject
 
 LIST = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 ANSWERS = ("completion", "chosen", "rejected")
@@ -29,13 +29,13 @@ def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
     """Copy `source` to the directory `into`, replacing the files of an earlier call. Raises UserError if there is no
     such artifact or part, `messages` cannot convert a row, or `into` has files that no earlier call wrote."""
     into = into.resolve()
-    mark, said = (
-        into.with_name(f".{into.name}.fetched"),
-        f"{source} --messages" if messages else source,
-    )
-    if into.is_dir() and mark.is_file() and mark.read_text() == said:
+    # The file beside the directory says what was copied; it is empty while that is incomplete.
+    mark = into.with_name(f".{into.name}.fetched")
+    request = f"{source} --messages" if messages else source
+    if into.is_dir() and mark.is_file() and mark.read_text() == request:
         return
-    if into.exists() and not (into.is_dir() and (mark.is_file() or not any(into.iterdir()))):
+    is_free = not into.exists() or (into.is_dir() and (mark.is_file() or not any(into.iterdir())))
+    if not is_free:
         raise UserError(
             "--into", str(into), "holds files that no fetch has written; choose another directory"
         )
@@ -49,14 +49,16 @@ def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
         else:
             staged.mkdir(parents=True)
             shutil.copyfile(path, staged / path.name)
-        for file in staged.glob("*.parquet") if messages else ():
-            rewrite_chats(file)
-        mark.write_text("")  # from here on `into` belongs to this program, and is incomplete
+        if messages:
+            for file in staged.glob("*.parquet"):
+                rewrite_chats(file)
+        # From here on the directory belongs to this program.
+        mark.write_text("")
         shutil.rmtree(into, ignore_errors=True)
         staged.rename(into)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    mark.write_text(said)
+    mark.write_text(request)
 
 
 def rewrite_chats(path: Path) -> None:
@@ -75,10 +77,13 @@ def rewrite_chats(path: Path) -> None:
         )
     if kinds in ({"plain text"}, set()):
         return
-    kept = [field for field in table.schema_arrow if field.name not in ("prompt", "chat", *ANSWERS)]
-    named = [name for name in ("prompt", *ANSWERS) if name in table.schema_arrow.names]
-    made = ["messages"] if kinds == {"conversations"} else named
-    schema = pa.schema([*kept, *((name, LIST) for name in made)])
+    texts = ("prompt", *ANSWERS)
+    fields = [field for field in table.schema_arrow if field.name not in (*texts, "chat")]
+    lists = [name for name in texts if name in table.schema_arrow.names]
+    if kinds == {"conversations"}:
+        lists = ["messages"]
+    fields += [pa.field(name, LIST) for name in lists]
+    schema = pa.schema(fields)
     new = path.with_name(f".{path.name}")
     with pq.ParquetWriter(new, schema) as out:
         for batch in table.iter_batches(1024):
@@ -86,40 +91,43 @@ def rewrite_chats(path: Path) -> None:
     new.replace(path)
 
 
-def _kind(row: dict[str, Any]) -> str:
+def _kind(row: JsonObject) -> str:
+    """Return the kind of a row, in the words of an error."""
     if not row["chat"]:
         return "plain text"
     return "conversations" if "completion" in row and row["completion"] is None else "chats"
 
 
-def _row(row: dict[str, Any]) -> dict[str, Any]:
-    said = json.loads(row["prompt"])
-    for message in said:
+def _row(row: JsonObject) -> JsonObject:
+    """Return a row with its texts as messages. Raises UserError: a message has more than text."""
+    chat = json.loads(row["prompt"])
+    for message in chat:
         if message.keys() != {"role", "content"} or not isinstance(message["content"], str):
             raise UserError(
                 f"prompt of {row['id']}", str(message)[:60], "must have only a role and a text"
             )
-    answers = {
-        name: [{"role": "assistant", "content": row[name]}]
-        for name in ANSWERS
-        if row.get(name) is not None
-    }
-    return {**row, "prompt": said, "messages": said, **answers}
+    converted = row | {"prompt": chat, "messages": chat}
+    for name in ANSWERS:
+        if row.get(name) is not None:
+            converted[name] = [{"role": "assistant", "content": row[name]}]
+    return converted
 
 
 @report_errors
 def main(argv: Sequence[str]) -> int:
+    """Copy what the arguments name; return the exit code."""
     parser = argparse.ArgumentParser(prog="tuneloop.training.fetch")
     parser.add_argument("source", nargs="?", default=os.environ.get("STORAGE_URI"), metavar="REF")
     parser.add_argument("--into", type=Path, required=True)
     parser.add_argument(
         "--messages", action="store_true", help="chats as lists of messages, as TRL reads them"
     )
-    given = parser.parse_args(argv)
-    if not given.source:
-        raise UserError("storageUri", given.source, "is required: the reference of an artifact")
-    fetch_artifact(given.source, given.into, messages=given.messages)
-    print(f"fetch: {given.source} is at {given.into}", flush=True)
+    arguments = parser.parse_args(argv)
+    source = arguments.source
+    if not source:
+        raise UserError("storageUri", source, "is required: the reference of an artifact")
+    fetch_artifact(source, arguments.into, messages=arguments.messages)
+    print(f"fetch: {source} is at {arguments.into}", flush=True)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Checkpoints that a loop has left behind: which of them are still needed, and the deletion of the others."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Protocol
 
 from tuneloop.core.artifacts import PRUNED, Artifact, Manifest, find_manifest, split_ref
@@ -29,97 +29,160 @@ class RetentionParams(Protocol):
     keep_every: int | None
 
 
-def pin_artifact(made: Artifact, who: str) -> None:
-    """Pin an artifact of a loop for `who`, so that retention keeps it. Raises UserError if its files were deleted."""
-    run, loop, key = made.url.rpartition("/iterations/")
+def pin_artifact(artifact: Artifact, owner: str) -> None:
+    """Pin an artifact of a loop for `owner`, so that retention keeps it.
+
+    Raises:
+        UserError: its files were deleted already.
+    """
+    run, loop, key = artifact.url.rpartition("/iterations/")
     if not loop:
         return
-    Store(run).put(pin := f"{PINS}{loop}{key}/{who}", b"")
-    there = {
-        *Store(f"{made.url}/{made.manifest.root}").keys("")
-    }  # checked after pinning: from then on they are kept
-    if there <= {HISTORY} and not made.manifest.files.keys() <= {HISTORY}:
+    pin = f"{PINS}{loop}{key}/{owner}"
+    Store(run).put(pin, b"")
+    # Only once the pin stands are the files sure to stay.
+    files = set(Store(f"{artifact.url}/{artifact.manifest.root}").keys(""))
+    if files <= {HISTORY} and not artifact.manifest.files.keys() <= {HISTORY}:
         Store(run).delete(pin)
-        raise UserError(
-            "artifact",
-            made.url,
-            "has lost its files to retention (save_total_limit, gc); take another",
-        )
+        remedy = "has lost its files to retention (save_total_limit, gc); take another"
+        raise UserError("artifact", artifact.url, remedy)
 
 
 def list_pinned(run: str) -> set[str]:
     """List the URLs of the pinned artifacts of the run at the URL `run`."""
-    return {
-        f"{run}/{key.removeprefix(f'{PINS}/').rpartition('/')[0]}" for key in Store(run).keys(PINS)
-    }
+    urls: set[str] = set()
+    for key in Store(run).keys(PINS):
+        artifact_key, _, _ = key.removeprefix(f"{PINS}/").rpartition("/")
+        urls.add(f"{run}/{artifact_key}")
+    return urls
 
 
-def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]) -> Iterator[str]:
-    """Yield the URLs that are needed to continue training from the checkpoint at `url`: its adapters' base, and the
-    checkpoints since the trainer's state was written; rewards are never deleted. `find` returns a URL's manifest."""
-    facts = LineageFacts.read(made)
-    if base := facts.base:
-        yield split_ref(base)[0]
-    found = made if facts.trainer_state and not find(f"{url}/{STATE}") else None
-    while found:
-        yield (before := split_ref(found.inputs["policy"])[0])
-        found = find(before) if before != split_ref(made.notes[SINCE])[0] else None
+def list_needed(
+    url: str, manifest: Manifest, find: Callable[[str], Manifest | None]
+) -> Iterator[str]:
+    """Yield the URLs that are needed to continue training from the checkpoint at `url`.
+
+    These are its adapters' base, and the checkpoints since the trainer's state was written. Rewards
+    are needed, too, and never deleted.
+
+    Args:
+        find: returns the manifest at a URL, None if there is none.
+    """
+    facts = LineageFacts.read(manifest)
+    if facts.base:
+        yield split_ref(facts.base)[0]
+    checkpoint: Manifest | None = None
+    if facts.trainer_state and not find(f"{url}/{STATE}"):
+        checkpoint = manifest
+    since = split_ref(manifest.notes[SINCE])[0] if checkpoint else ""
+    while checkpoint:
+        previous = split_ref(checkpoint.inputs["policy"])[0]
+        yield previous
+        checkpoint = find(previous) if previous != since else None
 
 
 def delete_old_checkpoints(stage: Stage[RetentionParams], manifest: Manifest) -> None:
     """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, if the stage has that limit.
 
-    Also kept are pinned checkpoints, those needed to continue training from a kept one, the models of each
-    ``keep_every``th iteration, and all manifests and histories: a run resumes and reports as before. Running stages
-    read one of the newest two. It is idempotent."""
-    keep = stage.params.save_total_limit
+    Also kept are pinned checkpoints, those needed to continue training from a kept one, the models
+    of each ``keep_every``th iteration, and all manifests and histories: a run resumes and reports
+    as before. Running stages read one of the newest two. It is idempotent.
+
+    Args:
+        manifest: of the newest checkpoint, which `stage` has committed.
+    """
+    limit = stage.params.save_total_limit
     keep_every = stage.params.keep_every
-    if keep is None:
+    if limit is None:
         return
+    run = stage.out_url.rpartition("/iterations/")[0]
     chain = _walk_back(stage.out_url, manifest)
-    kept = [*itertools.islice(chain, keep)]
-    needed = list_pinned(run := stage.out_url.rpartition("/iterations/")[0])
-    kept += [(url, made) for url in needed if (made := find_manifest(url))]
-    needed |= {needed for url, made in kept for needed in list_needed(url, made, find_manifest)}
-    unneeded = (each for each in chain if each[0] not in needed)
-    old = [*itertools.takewhile(lambda each: Store(each[0]).parts(each[1].root), unneeded)]
-    for url, made in reversed(old):  # oldest first, so that none before a deleted one is kept
-        if url in list_pinned(run):  # it was pinned meanwhile
+    newest = list(itertools.islice(chain, limit))
+    needed = list_needed_by(run, newest)
+    # Oldest first, so that no checkpoint before a deleted one is left if this is interrupted.
+    for url, old in reversed(_list_deletable(chain, needed)):
+        # A fork may have pinned it since `needed` was listed.
+        if url in list_pinned(run):
             break
-        if keep_every and made.params.get("iteration", 1) % keep_every == 0:
+        if keep_every and old.params.get("iteration", 1) % keep_every == 0:
             Store(url).delete(STATE)
             continue
-        prune_checkpoint(url, made, f"save_total_limit={keep}")
-        stage.log(f"deleted version {made.version}: save_total_limit is {keep}")
+        prune_checkpoint(url, old, f"save_total_limit={limit}")
+        stage.log(f"deleted version {old.version}: save_total_limit is {limit}")
 
 
-def prune_checkpoint(url: str, made: Manifest, rule: str) -> None:
-    """Delete the files of the checkpoint at `url` but for its manifest and history, and leave beside them by what
-    `rule`. The rule is there first, so that no file is missing without it."""
+def list_needed_by(run: str, newest: Sequence[tuple[str, Manifest]]) -> set[str]:
+    """List the URLs of the pinned checkpoints of a run, and of all that these and the `newest` ones need."""
+    pinned = list_pinned(run)
+    needed = set(pinned)
+    continued = list(newest)
+    for url in pinned:
+        manifest = find_manifest(url)
+        if manifest:
+            continued.append((url, manifest))
+    for url, manifest in continued:
+        needed.update(list_needed(url, manifest, find_manifest))
+    return needed
+
+
+def _list_deletable(
+    chain: Iterable[tuple[str, Manifest]], needed: Set[str]
+) -> list[tuple[str, Manifest]]:
+    """List the checkpoints that are not `needed`, newest first, up to the first without files.
+
+    Those before it were deleted in an earlier iteration.
+    """
+    deletable: list[tuple[str, Manifest]] = []
+    for url, manifest in chain:
+        if url in needed:
+            continue
+        if not Store(url).parts(manifest.root):
+            break
+        deletable.append((url, manifest))
+    return deletable
+
+
+def prune_checkpoint(url: str, manifest: Manifest, rule: str) -> None:
+    """Delete the files of the checkpoint at `url` but for its manifest and history.
+
+    The `rule` by which they are deleted is left beside them. It is there first, so that no file is
+    missing without it.
+    """
     store = Store(url)
     store.put(PRUNED, rule.encode())
     store.delete(STATE)
-    for part in sorted({name.split("/")[0] for name in made.files} - {HISTORY}):
-        store.delete(f"{made.root}/{part}")
+    folders = {name.split("/")[0] for name in manifest.files}
+    for folder in sorted(folders - {HISTORY}):
+        store.delete(f"{manifest.root}/{folder}")
 
 
-def check_trainable(made: Artifact) -> None:
-    """Check that training can go on from a checkpoint: its trainer's state is there, or what restores it. Raises
-    UserError where retention has deleted that."""
-    if not LineageFacts.read(made).trainer_state or find_manifest(f"{made.url}/{STATE}"):
+def check_trainable(checkpoint: Artifact) -> None:
+    """Check that training can go on from a checkpoint: its trainer's state is there, or what restores it.
+
+    Raises:
+        UserError: retention has deleted that.
+    """
+    has_facts = LineageFacts.read(checkpoint).trainer_state is not None
+    if not has_facts or find_manifest(f"{checkpoint.url}/{STATE}"):
         return
-    for url in list_needed(made.url, made.manifest, find_manifest):
+    for url in list_needed(checkpoint.url, checkpoint.manifest, find_manifest):
         if Store(url).get(PRUNED) is not None:
-            version = made.manifest.version
-            remedy = f"the trainer's state of version {version} was pruned by retention, and that from which it"
-            remedy += " could be restored; fork from a newer iteration, or export the model and train on from that"
+            version = checkpoint.manifest.version
+            remedy = (
+                f"the trainer's state of version {version} was pruned by retention, and that from "
+                "which it could be restored; fork from a newer iteration, or export the model and "
+                "train on from that"
+            )
             raise UserError("ITERATION", version, remedy)
 
 
-def _walk_back(url: str, made: Manifest | None) -> Iterator[tuple[str, Manifest]]:
+def _walk_back(url: str, manifest: Manifest | None) -> Iterator[tuple[str, Manifest]]:
     """Yield URL and manifest of the checkpoint at `url` and of earlier ones in the same loop."""
-    place, _, name = url.rsplit("/", 2)
-    while made and place.endswith("/iterations") and url.rsplit("/", 2)[::2] == [place, name]:
-        yield url, made
-        url = split_ref(made.inputs["policy"])[0]
-        made = find_manifest(url)
+    folder, _, stage_name = url.rsplit("/", 2)
+    while manifest and folder.endswith("/iterations"):
+        yield url, manifest
+        url = split_ref(manifest.inputs["policy"])[0]
+        # The policy before the first iteration lies elsewhere.
+        if url.rsplit("/", 2)[::2] != [folder, stage_name]:
+            return
+        manifest = find_manifest(url)

@@ -35,27 +35,32 @@ class Pairs(LazySequence[list[Document]]):
     """Pairs by index: a prompt with the chosen completion, then with the rejected one, in the order of `documents`."""
 
     def __init__(self, documents: Corpus) -> None:
-        self.documents, self.ids = documents, documents.names.combine_chunks()[::2]
-        super().__init__(len(self.ids), lambda place: documents[2 * place : 2 * place + 2])
+        self.documents = documents
+        self.ids = documents.names.combine_chunks()[::2]
+        super().__init__(len(self.ids), lambda index: documents[2 * index : 2 * index + 2])
 
     def digests(self) -> pa.StringArray:
         """Compute the xxh3-64 of each pair's documents: tells whether two stages saw the same tokens."""
-        parts = (
-            [bytes(part) for document in pair for part in (document.ids, document.targets)]
-            for pair in self
-        )
-        return pa.array((xxhash.xxh3_64_hexdigest(b"".join(each)) for each in parts), pa.string())
+        digests: list[str] = []
+        for pair in self:
+            digest = xxhash.xxh3_64()
+            for document in pair:
+                digest.update(bytes(document.ids))
+                digest.update(bytes(document.targets))
+            digests.append(digest.hexdigest())
+        return pa.array(digests, pa.string())
 
 
 class Mismatched(LazySequence[Document]):
     """Each prompt with the completions of the previous pair: unrelated samples, from which KTO estimates KL."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        def mix(place: int) -> Document:
-            own, other = documents[place], documents[place - 2]
-            return build_document(
-                own.ids[: own.targets.index(True)], other.ids[other.targets.index(True) :]
-            )
+        def mix(index: int) -> Document:
+            document = documents[index]
+            # The document two before is of the previous pair, and of the same side.
+            previous = documents[index - 2]
+            prompt = document.ids[: document.targets.index(True)]
+            return build_document(prompt, previous.ids[previous.targets.index(True) :])
 
         super().__init__(len(documents), mix)
 
@@ -103,15 +108,15 @@ def score_documents(
     scores = array("d")
     for start in range(0, len(documents), PLANNED):
         part = documents[start : start + PLANNED]
-        found: dict[int, list[float]] = {}
+        scores_by_index: dict[int, float] = {}
         plan = policy.plan([len(document.ids) for document in part], limit)
         with policy.frozen():
             for micro, batch in zip(plan, policy.collate_ahead(part, plan)):
                 if stage is not None:
                     checkpoint.check_stop(stage, policy)
-                found |= {i: [v] for i, v in zip(micro, score(policy, batch).tolist())}
-        merged = policy.ranks.merge(found)
-        scores.extend(merged[i][0] for i in range(len(part)))
+                scores_by_index.update(zip(micro, score(policy, batch).tolist()))
+        merged = policy.ranks.merge(scores_by_index)
+        scores.extend(merged[index] for index in range(len(part)))
     return scores
 
 
@@ -119,5 +124,6 @@ def compute_accuracy(
     stage: Stage, policy: ScoringPolicy, pairs: Pairs, limit: int, score: "Score" = sum_logprobs
 ) -> float:
     """Compute the share of pairs whose chosen completion has a higher `score` than the rejected one."""
-    found = score_documents(stage, policy, pairs.documents, limit, score)
-    return sum(chosen > rejected for chosen, rejected in zip(found[0::2], found[1::2])) / len(pairs)
+    scores = score_documents(stage, policy, pairs.documents, limit, score)
+    right = sum(chosen > rejected for chosen, rejected in zip(scores[0::2], scores[1::2]))
+    return right / len(pairs)

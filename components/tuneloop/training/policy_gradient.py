@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -34,18 +35,21 @@ class Objective:
         self, policy: Policy, samples: Sequence[Sample], name: Literal["old", "reference"]
     ) -> None:
         """Set `name` of all samples to the log-probabilities under `policy`, on every rank."""
-        found: dict[int, list[float]] = {}
+        logprobs_by_index: dict[int, list[float]] = {}
         documents = [sample.document for sample in samples]
         plan = policy.plan([len(document.ids) for document in documents], self.limit)
         with policy.frozen():
             for micro, batch in zip(plan, policy.collate_ahead(documents, plan)):
                 checkpoint.check_stop(self.stage, policy)
                 values, _ = policy.logprobs(batch, self.temperature)
-                found |= {
-                    i: part.tolist() for i, part in zip(micro, values.split(batch.counts.tolist()))
-                }
-        for i, logprobs in policy.ranks.merge(found).items():
-            setattr(samples[i], name, array("f", logprobs))
+                for index, part in zip(micro, values.split(batch.counts.tolist())):
+                    logprobs_by_index[index] = part.tolist()
+        # Each rank has scored other samples, and all need all of them.
+        for index, logprobs in policy.ranks.merge(logprobs_by_index).items():
+            if name == "old":
+                samples[index].old = array("f", logprobs)
+            else:
+                samples[index].reference = array("f", logprobs)
 
     def step(self, trainer: Trainer, samples: Sequence[Sample]) -> float:
         """Take one optimizer step on a mini-batch, and return its loss; measures go to the stage's metrics."""
@@ -53,22 +57,22 @@ class Objective:
 
         counted = [sample for sample in samples if sample.counted]
         used = [sample for sample in counted if sample.used]
-        weights = self.algorithm.token_weights(
-            torch.tensor([s.document.target_count for s in counted])
-        )
-        weight = {sample.id: value for sample, value in zip(counted, weights.tolist())}
+        targets = torch.tensor([sample.document.target_count for sample in counted])
+        weights = self.algorithm.token_weights(targets)
+        weight_by_id = {sample.id: weight for sample, weight in zip(counted, weights.tolist())}
         torch.manual_seed(self.stage.seed("dropout", trainer.step, self.stage.rank))
         tally = Tally(trainer.ranks)
         documents = [sample.document for sample in used]
         plan = trainer.plan([len(document.ids) for document in documents], self.limit)
         for micro, batch in zip(trainer.accumulate(plan), trainer.collate_ahead(documents, plan)):
             checkpoint.check_stop(self.stage, trainer)
-            loss, measures = self._forward(trainer, [used[i] for i in micro], batch, weight)
+            loss, measures = self._forward(trainer, [used[i] for i in micro], batch, weight_by_id)
             loss.sum().backward()
             tally.add(loss=loss.detach(), **measures)
         norm, rate = trainer.update()
-        measured = tally.result()
-        loss = measured.pop("loss") * tally.count
+        means = tally.result()
+        # A token's loss is weighed already: the loss of the batch is the sum over its tokens.
+        loss = means.pop("loss") * tally.count
         self.stage.metric(
             trainer.step,
             loss=loss,
@@ -76,44 +80,58 @@ class Objective:
             learning_rate=rate,
             tokens=sum(sample.document.target_count for sample in counted),
             used=len(used) / len(samples),
-            mean_reward=sum(s.score or 0.0 for s in samples) / len(samples),
-            age=sum(s.age for s in samples) / len(samples),
-            **measured,
+            mean_reward=sum(sample.score or 0.0 for sample in samples) / len(samples),
+            age=sum(sample.age for sample in samples) / len(samples),
+            **means,
         )
         return loss
 
     def _forward(
-        self, trainer: Trainer, samples: Sequence[Sample], batch: Batch, weight: dict[str, float]
+        self,
+        trainer: Trainer,
+        samples: Sequence[Sample],
+        batch: Batch,
+        weight_by_id: dict[str, float],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the weighed loss of each target token, and measures."""
+        """Compute the weighed loss of each target token, and measures: float32 ``[targets]`` each."""
         import torch
 
         device = trainer.ranks.device
 
-        def column(name: str) -> Tensor:
-            values = [value for sample in samples for value in getattr(sample, name)]
+        def join(parts: Iterable[array[float]]) -> Tensor:
+            values = list(itertools.chain.from_iterable(parts))
             return torch.tensor(values, dtype=torch.float32, device=device)
 
         logprobs, entropy = trainer.logprobs(batch, self.temperature)
         counts = batch.counts.to(device)
+        # Without older ones, those of this very step are the old log-probabilities.
+        old = logprobs.detach()
+        if any(sample.old for sample in samples):
+            old = join(sample.old for sample in samples)
+        reference = None
+        if self.algorithm.beta:
+            reference = join(sample.reference for sample in samples)
         tokens = Tokens(
             logprobs,
-            old=column("old") if any(sample.old for sample in samples) else logprobs.detach(),
-            advantages=column("advantages"),
+            old=old,
+            advantages=join(sample.advantages for sample in samples),
             sequence=torch.arange(len(samples), device=device).repeat_interleave(counts),
-            engine=column("engine"),
-            reference=column("reference") if self.algorithm.beta else None,
+            engine=join(sample.engine for sample in samples),
+            reference=reference,
         )
         loss, measures = self.algorithm.loss(tokens)
-        each = torch.tensor([weight[s.id] for s in samples], dtype=torch.float32, device=device)
-        return loss * each.repeat_interleave(counts), {**measures, "entropy": entropy}
+        weights = torch.tensor(
+            [weight_by_id[sample.id] for sample in samples], dtype=torch.float32, device=device
+        )
+        return loss * weights.repeat_interleave(counts), measures | {"entropy": entropy}
 
 
 class Tally:
     """Averages metrics of tokens over micro-batches and ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.count = ranks, 0
+        self.ranks = ranks
+        self.count = 0
         self.parts: dict[str, list[Tensor]] = {}
 
     def add(self, **measures: Tensor) -> None:
@@ -122,21 +140,26 @@ class Tally:
             self.parts.setdefault(name, []).append(values.double().cpu())
 
     def result(self) -> dict[str, float]:
-        """Return the mean of each, ``logprob_gap_max``, and ``importance_ess``: Kish's effective sample size over the
-        token count, ``(Σw)² / (n Σw²)``."""
+        """Return the mean of each, and two figures of the importance weights; called by all ranks.
+
+        ``logprob_gap_max`` is the largest gap, and ``importance_ess`` Kish's effective sample size
+        over the token count, ``(Σw)² / (n Σw²)``.
+        """
         import torch
 
-        whole = {name: torch.cat(parts) for name, parts in self.parts.items()}
-        count, *sums = self.ranks.sum(
-            [float(len(whole["loss"])), *(float(values.sum()) for values in whole.values())]
-        )
+        values_by_name = {name: torch.cat(parts) for name, parts in self.parts.items()}
+        sums = [float(len(values_by_name["loss"]))]
+        sums += [float(values.sum()) for values in values_by_name.values()]
+        count, *totals = self.ranks.sum(sums)
         self.count = round(count)
-        result = {name: total / count for name, total in zip(whole, sums)}
-        if "logprob_gap" in whole:
-            gap, weight = whole["logprob_gap"], whole["importance_weight"]
-            (result["logprob_gap_max"],) = self.ranks.max([float(gap.max()) if len(gap) else 0.0])
-            (squares,) = self.ranks.sum([float(weight.square().sum())])
-            result["importance_ess"] = (result["importance_weight"] * count) ** 2 / (
-                count * squares
-            )
+        result = {name: total / count for name, total in zip(values_by_name, totals)}
+        if "logprob_gap" not in values_by_name:
+            return result
+        gaps = values_by_name["logprob_gap"]
+        # A rank may have no tokens of the last mini-batch.
+        (result["logprob_gap_max"],) = self.ranks.max([float(gaps.max()) if len(gaps) else 0.0])
+        weights = values_by_name["importance_weight"]
+        (squares,) = self.ranks.sum([float(weights.square().sum())])
+        total_weight = result["importance_weight"] * count
+        result["importance_ess"] = total_weight**2 / (count * squares)
         return result

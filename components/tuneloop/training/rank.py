@@ -1,10 +1,12 @@
 """Run a module as one rank of another project's trainer, so that its process ends when it is done.
 
-``python -m tuneloop.training.rank trl.scripts.sft …`` is ``python -m trl.scripts.sft …``, which with torch 2.13 and
-gloo hangs now and then after the model was saved, mostly on a busy machine. The script destroys the process group, then
-drops its model, whose `DistributedDataParallel` has the last reference to the group. The group's destructor waits for
-its threads with the GIL held, and one of them waits for the GIL, to drop the last tensor that it sent (similar to
-pytorch/pytorch issue 56297). Where Python has the last reference, the GIL is released: so this module keeps one."""
+``python -m tuneloop.training.rank trl.scripts.sft …`` is ``python -m trl.scripts.sft …``. With torch
+2.13 and gloo the latter hangs now and then after the model was saved, mostly on a busy machine. The
+script destroys the process group, then drops its model, whose `DistributedDataParallel` has the
+last reference to the group. The group's destructor waits for its threads with the GIL held, and one
+of them waits for the GIL, to drop the last tensor that it sent (similar to pytorch/pytorch issue
+56297). Where Python has the last reference, the GIL is released. So this module keeps one.
+"""
 
 import runpy
 import sys
@@ -21,17 +23,18 @@ def main(argv: Sequence[str]) -> int:
     import torch.distributed as dist
 
     check_processor()
-    kept: list[Any] = []
-    destroy = dist.destroy_process_group
+    groups: list[Any] = []
+    destroy_group = dist.destroy_process_group
 
-    def keep(group: Any = None) -> None:
-        kept.append(dist.group.WORLD)
-        destroy(group)
+    def keep_and_destroy(group: Any = None) -> None:
+        groups.append(dist.group.WORLD)
+        destroy_group(group)
 
-    dist.destroy_process_group = keep
+    dist.destroy_process_group = keep_and_destroy
     sys.argv = list(argv)
     runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
-    kept.clear()
+    # From Python, which releases the GIL while the group's threads end.
+    groups.clear()
     return 0
 
 

@@ -16,6 +16,9 @@ from typing import Any
 from tuneloop.training.torchrun import exit_code
 
 PORT = 29500
+"""Of the first node, for the rendezvous."""
+READY_S = 600.0
+"""Seconds to wait until the cluster has the nodes."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,42 +32,47 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, default=1, help="ranks on each")
     parser.add_argument("--gpus", type=int, default=0, help="of each node")
     parser.add_argument("command", nargs="+")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     ray.init(log_to_driver=True)
-    about = {"CPU": 1.0, **({"GPU": float(given.gpus)} if given.gpus else {})}
-    group = placement_group([about] * given.nodes, strategy="STRICT_SPREAD")
-    ray.get(group.ready(), timeout=600)
+    bundle = {"CPU": 1.0}
+    if arguments.gpus:
+        bundle["GPU"] = float(arguments.gpus)
+    group = placement_group([bundle] * arguments.nodes, strategy="STRICT_SPREAD")
+    ray.get(group.ready(), timeout=READY_S)
 
-    def on(node: int, function: Any) -> Any:
-        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
-        options = {
-            "num_cpus": 1,
-            "num_gpus": given.gpus,
-            "max_retries": 0,
-            "scheduling_strategy": place,
-        }
-        return ray.remote(**options)(function)
+    def place_on(node: int, function: Any) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
+        return ray.remote(
+            num_cpus=1,
+            num_gpus=arguments.gpus,
+            max_retries=0,
+            scheduling_strategy=strategy,
+        )(function)
 
-    first = ray.get(on(0, ray.util.get_node_ip_address).remote())
-    shared = {
-        "PET_NNODES": given.nodes,
-        "PET_NPROC_PER_NODE": given.processes,
-        "PET_MASTER_ADDR": first,
-    }
-    shared |= {
-        "PET_MASTER_PORT": PORT,
+    address = ray.get(place_on(0, ray.util.get_node_ip_address).remote())
+    rendezvous = {
+        "PET_NNODES": str(arguments.nodes),
+        "PET_NPROC_PER_NODE": str(arguments.processes),
+        "PET_MASTER_ADDR": address,
+        "PET_MASTER_PORT": str(PORT),
+        # A retry must not meet the processes of the attempt before.
         "PET_RDZV_ID": ray.get_runtime_context().get_job_id() + os.urandom(4).hex(),
     }
-    ranks = [{**shared, "PET_NODE_RANK": node} for node in range(given.nodes)]
-    codes = ray.get([on(node, _run).remote(given.command, env) for node, env in enumerate(ranks)])
+    tasks = []
+    for node in range(arguments.nodes):
+        environment = rendezvous | {"PET_NODE_RANK": str(node)}
+        tasks.append(place_on(node, _run).remote(arguments.command, environment))
+    codes = ray.get(tasks)
     return exit_code(codes) if any(codes) else 0
 
 
-def _run(command: Sequence[str], env: dict[str, Any]) -> int:
-    own = {name: str(value) for name, value in env.items()}
-    return subprocess.run(
-        command, env={**os.environ, **own}, stdout=sys.stdout, stderr=sys.stderr
-    ).returncode
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    """Run the command on this node with an `environment` beside the node's own, and return its exit code."""
+    # Ray forwards these two streams to the driver.
+    process = subprocess.run(
+        command, env=os.environ | environment, stdout=sys.stdout, stderr=sys.stderr
+    )
+    return process.returncode
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.facts import CheckpointFacts, RewardFacts
 from tuneloop.formats.rollouts import ROWS, open_rows
 from tuneloop.formats.token_files import Document
@@ -51,13 +51,20 @@ class Sample:
 
 
 def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> float:
-    """Return the rollouts' temperature. Raises UserError: they are greedy, too old, or sampled by another policy."""
+    """Check that rollouts can be learned from, and return their temperature.
+
+    Raises:
+        UserError: they are greedy, too old, or sampled by another policy.
+    """
     facts = RewardFacts.read(rewards, "--rewards")
     version = CheckpointFacts.read(policy, "--policy").version
     age = version - facts.version
     if facts.digest != policy.manifest.digest and not 0 < age <= max_staleness:
         sampled = f"{rewards.url}, sampled by version {facts.version} ({facts.digest})"
-        remedy = f"--policy is version {version} ({policy.manifest.digest}); sample with it, or raise max_staleness"
+        remedy = (
+            f"--policy is version {version} ({policy.manifest.digest}); sample with it, or raise "
+            "max_staleness"
+        )
         raise UserError("--rewards", sampled, remedy)
     temperature = facts.sampling.temperature
     if temperature <= 0:
@@ -79,24 +86,38 @@ def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sa
 def select_groups(samples: Sequence[Sample], wanted: int) -> tuple[list[Sample], dict[str, int]]:
     """Select the first `wanted` groups whose scores differ: the dynamic sampling of DAPO (arXiv 2503.14476, eq. 11).
 
-    They are the first in the order of requests; those that ended first would favour short completions. Return their
-    samples, with groups renumbered, and how many groups were `asked` for, `kept`, `rejected` because their scores are
-    equal or fewer than two, and `unused`."""
-    scores: dict[int, set[float]] = {sample.group: set() for sample in samples}
+    They are the first in the order of requests; those that ended first would favour short completions.
+
+    Returns:
+        Their samples, with groups renumbered; and how many groups were `asked` for, `kept`,
+        `rejected` because their scores are equal or fewer than two, and `unused`.
+    """
+    scores_by_group: dict[int, set[float]] = {sample.group: set() for sample in samples}
     for sample in samples:
         if sample.score is not None:
-            scores[sample.group].add(sample.score)
-    telling = [group for group, found in scores.items() if len(found) > 1]
-    kept = {group: place for place, group in enumerate(telling[:wanted])}
-    counts = {"asked": len(scores), "kept": len(kept), "rejected": len(scores) - len(telling)}
-    counts["unused"] = len(telling) - len(kept)
-    return [
-        replace(sample, group=kept[sample.group]) for sample in samples if sample.group in kept
-    ], counts
+            scores_by_group[sample.group].add(sample.score)
+    eligible = [group for group, scores in scores_by_group.items() if len(scores) > 1]
+    number_by_group = {group: number for number, group in enumerate(eligible[:wanted])}
+    selected = [
+        replace(sample, group=number_by_group[sample.group])
+        for sample in samples
+        if sample.group in number_by_group
+    ]
+    counts = {
+        "asked": len(scores_by_group),
+        "kept": len(number_by_group),
+        "rejected": len(scores_by_group) - len(eligible),
+        "unused": len(eligible) - len(number_by_group),
+    }
+    return selected, counts
 
 
 def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Raise UserError for an id outside the vocabulary, made by another tokenizer or another model's engine."""
+    """Check that all ids are in the vocabulary of the trained model.
+
+    Raises:
+        UserError: another tokenizer, or another model's engine, made them.
+    """
     for sample in samples:
         ids = np.asarray(sample.document.ids)
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
@@ -108,29 +129,23 @@ def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
             )
 
 
-def _rows(table: pq.ParquetFile) -> Iterator[dict[str, Any]]:
+def _rows(table: pq.ParquetFile) -> Iterator[JsonObject]:
     """Yield rows whose `TOKENS` are NumPy arrays: as a Python object, a token would take some hundred bytes."""
-    others = [name for name in COLUMNS if name not in TOKENS]
+    scalars = [name for name in COLUMNS if name not in TOKENS]
     for batch in table.iter_batches(ROWS, columns=list(COLUMNS)):
-        for i, row in enumerate(batch.select(others).to_pylist()):
-            yield row | {
-                name: batch[name][i].values.to_numpy(zero_copy_only=False) for name in TOKENS
-            }
+        for index, row in enumerate(batch.select(scalars).to_pylist()):
+            for name in TOKENS:
+                row[name] = batch[name][index].values.to_numpy(zero_copy_only=False)
+            yield row
 
 
-def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -> Sample:
-    name, prompt, mask, versions = (
-        row["request_id"],
-        row["prompt_ids"],
-        row["loss_mask"],
-        row["policy_versions"],
-    )
-    length = len(row["completion_ids"])
-    for column in ("logprobs", "loss_mask", "policy_versions"):
-        if len(row[column]) != length:
-            raise UserError(
-                f"{column} of {name}", len(row[column]), f"must be {length}, one a token"
-            )
+def _sample(row: JsonObject, group: int, version: int, max_staleness: int) -> Sample:
+    """Make the sample of a row. Raises UserError at a value that cannot be trained on."""
+    name = row["request_id"]
+    prompt = row["prompt_ids"]
+    mask = row["loss_mask"]
+    versions = row["policy_versions"]
+    _check_lengths(row)
     ids = np.concatenate([prompt, row["completion_ids"]])
     if ids.dtype.kind != "i" or not np.array_equal(ids, ids.astype(np.int32)):
         raise UserError(
@@ -139,24 +154,19 @@ def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -
             "must be int32, as rollout writes them",
         )
     engine = row["logprobs"][mask.astype(bool)]
-    if not np.isfinite(engine).all():
-        lost = float(engine[~np.isfinite(engine)][0])
-        raise UserError(
-            f"logprobs of {name}", lost, "must be finite; sample with an engine that returns them"
-        )
+    is_finite = np.isfinite(engine)
+    if not is_finite.all():
+        remedy = "must be finite; sample with an engine that returns them"
+        raise UserError(f"logprobs of {name}", float(engine[~is_finite][0]), remedy)
     wrong = versions[(versions < version - max_staleness) | (versions > version)]
     if len(wrong):
         remedy = f"the policy is version {version} and max_staleness {max_staleness}; sample again"
         raise UserError(f"policy_versions of {name}", int(wrong[0]), remedy)
-    score = (
-        row["score"] if row["outcome"] in ("score", "escape") else None
-    )  # an escape has one if it is punished
+    # An escape has a score only where the run punishes it.
+    score = row["score"] if row["outcome"] in ("score", "escape") else None
     if row["outcome"] == "score" and (score is None or not math.isfinite(score)):
-        raise UserError(
-            f"score of {name}",
-            score,
-            "must be a finite number where outcome is score; run reward again",
-        )
+        remedy = "must be a finite number where outcome is score; run reward again"
+        raise UserError(f"score of {name}", score, remedy)
     targets = array("b", bytes(len(prompt)) + mask.astype(np.uint8).tobytes())
     return Sample(
         name,
@@ -168,3 +178,13 @@ def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -
         age=version - int(versions.min(initial=version)),
         engine=array("f", engine.astype(np.float32).tobytes()),
     )
+
+
+def _check_lengths(row: JsonObject) -> None:
+    """Check that each column of tokens has one value for each sampled token. Raises UserError."""
+    length = len(row["completion_ids"])
+    for column in ("logprobs", "loss_mask", "policy_versions"):
+        count = len(row[column])
+        if count != length:
+            remedy = f"must be {length}, one a token"
+            raise UserError(f"{column} of {row['request_id']}", count, remedy)

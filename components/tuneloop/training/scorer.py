@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint
 from tuneloop.training.batching import Batch
@@ -19,16 +20,21 @@ class _Scoring(torch.nn.Module):
 
     def __init__(self, body: torch.nn.Module, score: torch.nn.Linear, config: Any) -> None:
         super().__init__()
-        self.model, self.score, self.config = body, score, config
+        self.model = body
+        self.score = score
+        self.config = config
         self._no_split_modules = body._no_split_modules
 
     def get_output_embeddings(self) -> torch.nn.Module:
+        """Return what `Policy` treats as the output layer."""
         return self.score
 
-    def gradient_checkpointing_enable(self, options: dict[str, Any]) -> None:
+    def gradient_checkpointing_enable(self, options: JsonObject) -> None:
+        """Recompute the layers' activations in the backward pass."""
         self.model.gradient_checkpointing_enable(options)
 
     def forward(self, **inputs: Any) -> Any:
+        """Compute scores float32 or bfloat16 ``[batch, positions, 1]`` as transformers' logits."""
         from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
         return SequenceClassifierOutputWithPast(
@@ -40,15 +46,19 @@ class Scorer(Policy):
     """Scores documents. A language model's directory is opened with a new head of zeros, so that every score is 0."""
 
     def _open(self, directory: Path) -> Any:
-        made = self._adapt(_open(directory, torch.float32, self.layout.attention))
-        made.score.requires_grad_(True)  # the head is new, and trained even with adapters
-        return _Scoring(made.model, made.score, made.config)
+        model = self._adapt(_open(directory, torch.float32, self.layout.attention))
+        # The head is new, and trained even with adapters.
+        model.score.requires_grad_(True)
+        return _Scoring(model.model, model.score, model.config)
 
     def collate(self, documents: Sequence[Document]) -> Batch:
-        # A target is predicted at the position before it: so a target after the end selects the last position.
-        return super().collate(
-            [Document([*each.ids, 0], [False] * len(each.ids) + [True]) for each in documents]
-        )
+        """Lay documents out so that the only target of each is after its end."""
+        # A target is predicted at the position before it: this one selects the last position.
+        extended = [
+            Document([*document.ids, 0], [False] * len(document.ids) + [True])
+            for document in documents
+        ]
+        return super().collate(extended)
 
     def scores(self, documents: Sequence[Document] | Batch) -> Tensor:
         """Score documents in one forward pass: the head's number at each one's last token, with gradient."""
@@ -57,10 +67,9 @@ class Scorer(Policy):
 
     def load_masters(self, directory: Path) -> None:
         """Load the parameters of a language model, which does not have such a head."""
-        distributed_checkpoint.load_tensors(
-            {name: value for name, value in self.masters().items() if name != "model.score.weight"},
-            directory,
-        )
+        masters = self.masters()
+        masters.pop("model.score.weight", None)
+        distributed_checkpoint.load_tensors(masters, directory)
 
     def _reopen(self, directory: Path, dtype: torch.dtype) -> Any:
         implementation = "eager" if self.layout.attention == "eager" else "auto"
@@ -72,14 +81,17 @@ class ScoreTrainer(Scorer, Trainer):
 
 
 def _open(directory: Path, dtype: torch.dtype, attention: str) -> Any:
+    """Open a reward model, or a language model with a new head of zeros."""
     from transformers import logging
 
-    said = logging.get_verbosity()
-    logging.set_verbosity_error()  # the warning that the model has no such head is expected
+    verbosity = logging.get_verbosity()
+    # It warns that a language model has no such head.
+    logging.set_verbosity_error()
     try:
-        made = open_model(directory, dtype, attention, "SequenceClassification", num_labels=1)
+        model = open_model(directory, dtype, attention, "SequenceClassification", num_labels=1)
     finally:
-        logging.set_verbosity(said)
-    if not any("SequenceClassification" in name for name in made.config.architectures or ()):
-        torch.nn.init.zeros_(made.score.weight)
-    return made
+        logging.set_verbosity(verbosity)
+    architectures = model.config.architectures or ()
+    if not any("SequenceClassification" in name for name in architectures):
+        torch.nn.init.zeros_(model.score.weight)
+    return model

@@ -21,7 +21,12 @@ from tuneloop.formats.tokens import load_tokenizer, stop_ids
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.transformers import Transformers
 from tuneloop.runs.run_record import Run
-from tuneloop.stages.evaluate_lm_eval import evaluate_lm_eval, find_metrics, hash_own, list_samples
+from tuneloop.stages.evaluate_lm_eval import (
+    evaluate_lm_eval,
+    find_metrics,
+    hash_task_files,
+    list_samples,
+)
 
 slow = pytest.mark.slow
 
@@ -110,13 +115,13 @@ def test_task_files_are_told_by_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}")
     given, first = (
         SimpleNamespace(include_path=str(tmp_path)),
-        hash_own(SimpleNamespace(include_path=str(tmp_path))),
+        hash_task_files(SimpleNamespace(include_path=str(tmp_path))),
     )
-    assert hash_own(given) == first != hash_own(SimpleNamespace(include_path=None))
+    assert hash_task_files(given) == first != hash_task_files(SimpleNamespace(include_path=None))
     (tmp_path / "rows.jsonl").write_text("[]")
-    assert hash_own(given) != first
+    assert hash_task_files(given) != first
     with pytest.raises(UserError, match=r"--include-path: '.*nowhere': is not a directory"):
-        hash_own(SimpleNamespace(include_path=str(tmp_path / "nowhere")))
+        hash_task_files(SimpleNamespace(include_path=str(tmp_path / "nowhere")))
 
 
 def test_an_address_is_for_a_server(tmp_path: Path, policy: Artifact) -> None:
