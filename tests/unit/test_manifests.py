@@ -21,7 +21,7 @@ from tuneloop.cluster.launch import KINDS, Kind
 from tuneloop.cluster.queue_problems import compute_pod_requests
 from tuneloop.config.loading import dump_workflow, find_pipeline, list_pipelines
 from tuneloop.gateway.jobs import Jobs
-from tuneloop.gateway.sessions import Wanted
+from tuneloop.gateway.sessions import SessionRequest
 from tuneloop.inference import sandbox_server
 from tuneloop.stages.deploy_model import deploy_model
 from tuneloop.workflow.manifest import labels_of
@@ -173,7 +173,7 @@ def test_servers_listen_at_their_pods_address_and_have_time_to_end() -> None:
     sandbox = named("Deployment")["tuneloop-sandbox"]["spec"]["template"]["spec"]
     assert sandbox["terminationGracePeriodSeconds"] > sandbox_server.GRACE_S
     job = Jobs(client.ApiClient(), None)._job(
-        "session-1", Wanted(namespace="a"), "me", "s3://b/a/session-1"
+        "session-1", SessionRequest(namespace="a"), "me", "s3://b/a/session-1"
     )
     pod = job["spec"]["template"]["spec"]
     command = pod["containers"][0]["command"]

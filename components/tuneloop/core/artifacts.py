@@ -105,10 +105,12 @@ class Manifest(BaseModel, frozen=True):
     results: JsonObject = Field(default_factory=dict, description="scalars that the workflow reads")
     facts: JsonObject = Field(default_factory=dict, description="what the stage says of its output")
     notes: JsonObject = Field(
-        default_factory=dict, description="how this attempt went: another may differ"
+        default_factory=dict,
+        description="how this attempt went: another may differ",
     )
     timings: dict[str, float] = Field(
-        default_factory=dict, description="seconds, and rates where the name says so"
+        default_factory=dict,
+        description="seconds, and rates where the name says so",
     )
     provenance: JsonObject = Field(default_factory=dict)
     place: str = Field("", description="the end of the artifact's URL, as iterations/3/reward")
@@ -481,7 +483,11 @@ def _compute_checksum(value: object, key: str) -> str:
 
 
 def load_checked_json(
-    data: bytes | None, key: str, url: str, remedy: str, shape: JsonMapping | None = None
+    data: bytes | None,
+    key: str,
+    url: str,
+    remedy: str,
+    shape: JsonMapping | None = None,
 ) -> JsonObject:
     """Load what `dump_checked_json` dumped for `key`.
 

@@ -308,7 +308,11 @@ class Component:
         return program.run_component(work)
 
     def _open(
-        self, params: Params, inputs: Mapping[str, Artifact], out: str, path: Path | None
+        self,
+        params: Params,
+        inputs: Mapping[str, Artifact],
+        out: str,
+        path: Path | None,
     ) -> Stage:
         """Describe this attempt; `path` is its directory, by default that of a new draft."""
         tracked = params.model_dump(mode="json", exclude=self.untracked)

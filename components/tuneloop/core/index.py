@@ -41,7 +41,9 @@ class Index:
     """
 
     def __init__(
-        self, store: Store, prove: Callable[[str, bytes], object] = lambda key, data: None
+        self,
+        store: Store,
+        prove: Callable[[str, bytes], object] = lambda key, data: None,
     ) -> None:
         """Open the index of `store`; `prove` gets the key and the bytes of each file that is read,
         and raises if they are not what they should be.
@@ -52,7 +54,11 @@ class Index:
         self._unsaved = 0
 
     def read(
-        self, marks: Mapping[str, str], deleted: Collection[str] = (), *, save: bool = False
+        self,
+        marks: Mapping[str, str],
+        deleted: Collection[str] = (),
+        *,
+        save: bool = False,
     ) -> dict[str, bytes]:
         """Return the bytes of files; one that does not exist, or has another digest, is left out.
 
@@ -109,7 +115,9 @@ class Index:
 
 
 def map_requests(
-    store: Store, ask: Callable[[Item], Result], items: Iterable[Item]
+    store: Store,
+    ask: Callable[[Item], Result],
+    items: Iterable[Item],
 ) -> list[Result]:
     """Call `ask` on each item and return the answers in order; requests to an object store run
     concurrently.

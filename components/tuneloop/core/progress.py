@@ -20,7 +20,13 @@ class Progress:
     """
 
     def __init__(
-        self, name: str, total: int, unit: str, earlier: int = 0, *, quiet: bool = False
+        self,
+        name: str,
+        total: int,
+        unit: str,
+        earlier: int = 0,
+        *,
+        quiet: bool = False,
     ) -> None:
         """Begin the display of `total` units.
 

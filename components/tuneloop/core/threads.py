@@ -36,7 +36,9 @@ def repeat_in_background(work: Callable[[], object], pause_s: float) -> Iterator
 
 
 def map_ahead(
-    function: Callable[[Item], Result], items: Iterable[Item], threads: int = 1
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    threads: int = 1,
 ) -> Iterator[Result]:
     """Yield `function` of each item, in order, while `threads` threads work ahead.
 
@@ -58,7 +60,8 @@ def map_ahead(
 
 @contextmanager
 def forward_signals(
-    handler: Callable[[int], object], numbers: Iterable[int] = (SIGTERM, SIGINT)
+    handler: Callable[[int], object],
+    numbers: Iterable[int] = (SIGTERM, SIGINT),
 ) -> Iterator[None]:
     """Call `handler` with the number of each of these signals that arrives in the block.
 

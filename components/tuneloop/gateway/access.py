@@ -13,12 +13,14 @@ import anyio
 import anyio.to_thread
 
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.server_token import create_token_file
 from tuneloop.inference.refusals import REFUSAL_S, Refused
 from tuneloop.kube.connection import read_api_message
 
 REMEMBERED = 30.0
-"""Seconds for which an answer of the API server is cached; a token that is revoked meanwhile is still accepted."""
+"""Seconds for which an answer of the API server is cached; a token that is revoked meanwhile is
+still accepted."""
 MOST = 4096
 """The number of accepted tokens, and of refused tokens, whose answer is cached."""
 WAITING = 256
@@ -30,28 +32,28 @@ LOCAL = "local"
 
 @contextmanager
 def translate_refusals(namespace: str) -> Iterator[None]:
-    """Raise Refused if the API server refuses; Retryable if it fails or, with no `namespace`, refuses the gateway."""
+    """Raise Refused if the API server refuses; Retryable if it fails or, with no `namespace`,
+    refuses the gateway.
+    """
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
     try:
         yield
     except ApiException as error:
+        message = read_api_message(error)
         if error.status in (401, 403) and not namespace:
-            raise Retryable(
-                f"the gateway may ask for no token (ClusterRoleBinding tuneloop-gateway): {read_api_message(error)}"
-            ) from error
+            problem = "the gateway may ask for no token (ClusterRoleBinding tuneloop-gateway)"
+            raise Retryable(f"{problem}: {message}") from error
         if error.status in (401, 403):
-            raise Refused(
-                403, f"namespace {namespace!r} is not served here: {read_api_message(error)}"
-            ) from error
+            problem = f"namespace {namespace!r} is not served here"
+            raise Refused(403, f"{problem}: {message}") from error
         if error.status in (400, 404, 422):
-            raise Refused(422, read_api_message(error)) from error
-        raise Retryable(f"the API server: {read_api_message(error)}") from error
+            raise Refused(422, message) from error
+        raise Retryable(f"the API server: {message}") from error
     except HTTPError as error:
-        raise Retryable(
-            f"the API server does not answer ({type(error).__name__}); try again"
-        ) from error
+        problem = f"the API server does not answer ({type(error).__name__})"
+        raise Retryable(f"{problem}; try again") from error
 
 
 @dataclass(frozen=True)
@@ -65,78 +67,86 @@ class Caller:
 
 
 class TokenReviews:
-    """Access by tokens for `audience` (empty: the API server), to namespaces where the caller may create workflows."""
+    """Access by tokens of the cluster, to namespaces where the caller may create workflows."""
 
     def __init__(self, api: Any, audience: str) -> None:
+        """Ask the API server by its client `api`.
+
+        Args:
+            audience: that tokens must have been issued for; empty: the API server's.
+        """
         from kubernetes import client
 
         self.authentication = client.AuthenticationV1Api(api)
         self.authorization = client.AuthorizationV1Api(api)
         self.audience = audience
         self._allowed: dict[tuple[Caller, str], tuple[float, bool]] = {}
+        # Refused tokens are apart, so that a flood of them evicts no caller.
         self._callers: dict[bytes, tuple[float, Caller | None]] = {}
-        self._refused: dict[
-            bytes, tuple[float, Caller | None]
-        ] = {}  # separate, so that a flood evicts no caller
-        self._waiting = 0  # tokens of strangers
-        self._lanes = (
-            anyio.CapacityLimiter(4),
-            anyio.CapacityLimiter(4),
-        )  # a flood of tokens delays only new callers
+        self._refused: dict[bytes, tuple[float, Caller | None]] = {}
+        # A flood of unknown tokens delays only new callers: the others have threads of their own.
+        self._unknown_waiting = 0
+        self._unknown_threads = anyio.CapacityLimiter(4)
+        self._caller_threads = anyio.CapacityLimiter(4)
 
     async def caller(self, token: str) -> Caller | None:
-        """Return the owner of a token; None if it is not valid."""
+        """Return the owner of a token; None if it is not valid.
+
+        Raises Refused (503) if too many unknown tokens wait for an answer.
+        """
         key = hashlib.sha256(token.encode()).digest()
-        now = time.monotonic()
+        time_s = time.monotonic()
         for answers in (self._callers, self._refused):
-            if (known := answers.get(key)) and now - known[0] < REMEMBERED:
-                return known[1]
-        stranger = key not in self._callers
-        if stranger and self._waiting >= WAITING:
-            await anyio.sleep(REFUSAL_S)
-            raise Refused(
-                503, f"already {WAITING} tokens wait for the API server's answer; try again"
-            )
-        self._waiting += stranger
-        try:
-            caller = await anyio.to_thread.run_sync(
-                self._review, token, limiter=self._lanes[not stranger]
-            )
-        finally:
-            self._waiting -= stranger
-        for answers in (
-            self._callers,
-            self._refused,
-        ):  # a revoked token counts as unknown from now on
-            answers.pop(key, None)
+            if key in answers:
+                answered_at, caller = answers[key]
+                if time_s - answered_at < REMEMBERED:
+                    return caller
+        if key in self._callers:
+            caller = await self._review_on_thread(token, self._caller_threads)
+        else:
+            if self._unknown_waiting >= WAITING:
+                await anyio.sleep(REFUSAL_S)
+                problem = f"already {WAITING} tokens wait for the API server's answer"
+                raise Refused(503, f"{problem}; try again")
+            self._unknown_waiting += 1
+            try:
+                caller = await self._review_on_thread(token, self._unknown_threads)
+            finally:
+                self._unknown_waiting -= 1
+        # A token that was revoked counts as unknown from time_s on.
+        self._callers.pop(key, None)
+        self._refused.pop(key, None)
         answers = self._callers if caller else self._refused
-        answers[key] = now, caller
+        answers[key] = (time_s, caller)
         if len(answers) > MOST:
             answers.pop(next(iter(answers)))
         return caller
 
+    async def _review_on_thread(self, token: str, threads: anyio.CapacityLimiter) -> Caller | None:
+        return await anyio.to_thread.run_sync(self._review, token, limiter=threads)
+
     def allowed(self, caller: Caller, namespace: str) -> bool:
         """Return whether the caller may use the sessions of a namespace."""
         key = (caller, namespace)
-        now = time.monotonic()
-        if (known := self._allowed.get(key)) and now - known[0] < REMEMBERED:
-            return known[1]
-        answer = self._ask(caller, namespace)
-        self._allowed = {k: v for k, v in self._allowed.items() if now - v[0] < REMEMBERED} | {
-            key: (now, answer)
-        }
-        return answer
+        time_s = time.monotonic()
+        recent = {k: v for k, v in self._allowed.items() if time_s - v[0] < REMEMBERED}
+        if key not in recent:
+            recent[key] = (time_s, self._ask(caller, namespace))
+        self._allowed = recent
+        return recent[key][1]
 
     def _review(self, token: str) -> Caller | None:
-        spec = {"token": token, **({"audiences": [self.audience]} if self.audience else {})}
+        spec: JsonObject = {"token": token}
+        if self.audience:
+            spec["audiences"] = [self.audience]
         with translate_refusals(""):
-            status = self.authentication.create_token_review(
-                {"spec": spec}, _request_timeout=30
-            ).status
-        # An API server without audiences leaves them out: the token may then be meant for another service.
-        if not status.authenticated or (
-            self.audience and self.audience not in (status.audiences or ())
-        ):
+            review = self.authentication.create_token_review({"spec": spec}, _request_timeout=30)
+        status = review.status
+        if not status.authenticated:
+            return None
+        # An API server without audiences leaves them out: the token may then be meant for another
+        # service.
+        if self.audience and self.audience not in (status.audiences or ()):
             return None
         user = status.user
         account = user.username.removeprefix("system:serviceaccount:")
@@ -145,54 +155,57 @@ class TokenReviews:
         return Caller(user.username, tuple(user.groups or ()), extra, namespace)
 
     def _ask(self, caller: Caller, namespace: str) -> bool:
-        attributes = {
-            "group": "argoproj.io",
-            "resource": "workflows",
-            "verb": "create",
-            "namespace": namespace,
-        }
-        extra = {name: list(values) for name, values in caller.extra}
-        spec = {
-            "resourceAttributes": attributes,
-            "user": caller.user,
-            "groups": list(caller.groups),
-            "extra": extra,
+        # Who may create workflows in a namespace may run any program there.
+        review = {
+            "metadata": {"namespace": namespace},
+            "spec": {
+                "resourceAttributes": {
+                    "group": "argoproj.io",
+                    "resource": "workflows",
+                    "verb": "create",
+                    "namespace": namespace,
+                },
+                "user": caller.user,
+                "groups": list(caller.groups),
+                "extra": {name: list(values) for name, values in caller.extra},
+            },
         }
         try:
             with translate_refusals(namespace):
-                ask = self.authorization.create_namespaced_local_subject_access_review
-                answer = ask(
-                    namespace,
-                    {"metadata": {"namespace": namespace}, "spec": spec},
-                    _request_timeout=30,
+                answer = self.authorization.create_namespaced_local_subject_access_review(
+                    namespace, review, _request_timeout=30
                 )
-        except Refused:  # no such namespace, or the gateway has no permission in it
+        except Refused:
+            # The namespace does not exist, or the gateway has no permission in it.
             return False
         return bool(answer.status.allowed)
 
 
 class TokenFile:
-    """A token for the namespace ``local``, in a file. Raises UserError if it cannot be used, or others can read it."""
+    """Access by one token, to the namespace ``local``."""
 
     def __init__(self, path: Path) -> None:
+        """Read the token from a file, which is made if it does not exist.
+
+        Raises UserError if it cannot be used, or others can read it.
+        """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             create_token_file(path, PREFIX)
             if path.stat().st_mode & 0o077:
-                raise UserError(
-                    "--token-file", str(path), "others can read it: chmod 600, or choose another"
-                )
+                remedy = "others can read it: chmod 600, or choose another"
+                raise UserError("--token-file", str(path), remedy)
             self.token = path.read_text().strip()
         except OSError as error:
-            raise UserError(
-                "--token-file", str(path), f"cannot be used ({error.strerror})"
-            ) from error
+            problem = f"cannot be used ({error.strerror})"
+            raise UserError("--token-file", str(path), problem) from error
         if not self.token:
             raise UserError("--token-file", str(path), "is empty; remove it, and another is made")
 
     async def caller(self, token: str) -> Caller | None:
-        known = hmac.compare_digest(token.encode(), self.token.encode())
-        return Caller(LOCAL, namespace=LOCAL) if known else None
+        # The time of a comparison must not tell how much of a token is right.
+        is_valid = hmac.compare_digest(token.encode(), self.token.encode())
+        return Caller(LOCAL, namespace=LOCAL) if is_valid else None
 
     def allowed(self, caller: Caller, namespace: str) -> bool:
         return namespace == LOCAL
@@ -203,7 +216,10 @@ Access = TokenReviews | TokenFile
 
 
 def token_of(headers: Any) -> str:
-    """Read the bearer token of a request, or Tinker's key; raise Refused (401) where it has none."""
+    """Read the bearer token of a request, or Tinker's key.
+
+    Raises Refused (401) if it has none.
+    """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     token = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     if not token:

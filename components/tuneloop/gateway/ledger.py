@@ -1,6 +1,9 @@
-"""Requests to a worker: each is applied once, those to a model in the order of their numbers. A client without an
-answer sends its request again with the same number, and requests may arrive out of order. So a request is identified by
-(stream, number), and a model's request waits for earlier ones. One thread executes them; each has a future."""
+"""Requests to a worker: each is applied once, those to a model in the order of their numbers.
+
+A client without an answer sends its request again with the same number, and requests may arrive out
+of order. So a request is identified by (stream, number), and a model's request waits for earlier
+ones. One thread executes them; each has a future.
+"""
 
 import math
 import threading
@@ -9,23 +12,33 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tuneloop.inference.refusals import Refused
 
 KEPT = 4096
-"""The number of results of a stream that are kept; a client fetches each within seconds. As many requests may wait."""
+"""The number of results of a stream that are kept; a client fetches each within seconds. As many
+requests may wait."""
 FETCHED = 300.0
 UNFETCHED = 3600.0
-"""Seconds for which a result is kept: after it was last sent, as it may be lost, and after it was computed."""
+"""Seconds for which a result is kept: after it was last sent, as it may be lost, and after it was
+computed."""
 SWEEP = 60.0
 """Seconds between two searches for expired results."""
 
 
 @dataclass(eq=False)
 class Entry:
-    """A request. Requests with an equal `batch` can be executed together (None: alone); equal requests have an equal
-    `fingerprint`. The result is dropped at `until`, by `time.monotonic`."""
+    """A request.
+
+    Attributes:
+        fingerprint: equal requests have an equal one.
+        work: executes requests, and returns their results; it may raise any error.
+        batch: requests with an equal one can be executed together; None: alone.
+        number: in its stream; -1 outside of one.
+        until: when the result is dropped, by `time.monotonic`.
+        fetched: whether the result was sent.
+    """
 
     fingerprint: str
     work: "Callable[[list[Entry]], list[Any]]"
@@ -39,11 +52,42 @@ class Entry:
 
 @dataclass
 class Stream:
-    """The requests of a model or sampling session by number; `following` is the next one (None: any order)."""
+    """The requests of a model or sampling session.
+
+    Attributes:
+        following: the number of the next one to execute; None: any order.
+        last: the highest number so far.
+        entries: number → request.
+    """
 
     following: int | None
     last: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
+
+    def waits_for_earlier(self, number: int) -> bool:
+        """Return whether the request of this number waits for one that has not arrived."""
+        return self.following is not None and number > self.following
+
+    def drop_expired(self, time_s: float) -> None:
+        self.entries = {n: entry for n, entry in self.entries.items() if entry.until > time_s}
+
+    def drop_oldest(self) -> None:
+        """Drop the first results of more than `KEPT`; a request that is not done stays."""
+        while len(self.entries) > KEPT:
+            oldest = min(self.entries)
+            if not self.entries[oldest].future.done():
+                break
+            del self.entries[oldest]
+
+
+class OpenCounts(NamedTuple):
+    """Requests that are not finished: not done; not done because an earlier one is missing; done,
+    but the result not fetched.
+    """
+
+    undone: int
+    blocked: int
+    unfetched: int
 
 
 class Ledger:
@@ -57,56 +101,74 @@ class Ledger:
         self._closed = False
 
     def open(self, stream: str, first: int | None = None) -> None:
-        """Accept requests for `stream`: in order, from number `first` on, or in any order if it is None."""
+        """Accept requests for `stream`: in order, from number `first` on, or in any order if it is
+        None.
+        """
         with self._changed:
             self._streams.setdefault(stream, Stream(first, (first or 1) - 1))
 
-    def submit(self, stream: str, number: int | None, entry: Entry) -> str:
-        """Accept a request, and return its id. Raises Refused: 404, the stream is not open; 409, another request has
-        that number; 503, no new request is accepted."""
+    def submit(self, stream_name: str, number: int | None, entry: Entry) -> str:
+        """Accept a request, and return its id.
+
+        Args:
+            number: the client's; None: the next one.
+
+        Raises Refused: 404, the stream is not open; 409, another request has that number; 503, no
+        new request is accepted.
+        """
         with self._changed:
-            if (now := time.monotonic()) - self._swept >= SWEEP:
-                self._swept = now
-                for each in self._streams.values():
-                    each.entries = {
-                        place: kept for place, kept in each.entries.items() if kept.until > now
-                    }
-            if (known := self._streams.get(stream)) is None:
-                raise Refused(404, f"{stream} is not known here")
+            self._sweep()
+            stream = self._streams.get(stream_name)
+            if stream is None:
+                raise Refused(404, f"{stream_name} is not known here")
             if number is None:
-                number = known.last + 1
-            standing = known.entries.get(number)
-            if standing is None and known.following is not None and number < known.following:
-                raise Refused(404, f"{stream}:{number} was applied, and its result has expired")
-            if standing is not None and standing.fingerprint != entry.fingerprint:
-                raise Refused(409, f"{stream}:{number} was another request; use a free number")
-            if standing is None and self._closed and number > known.last:
-                raise Refused(
-                    503,
-                    f"{stream}: its session is ending; continue from the checkpoints that it saves",
-                )
-            if standing is None and len(known.entries) >= 2 * KEPT and number != known.following:
-                raise Refused(
-                    503,
-                    f"{stream}: {len(known.entries)} requests or results are waiting; try again later",
-                )
-            if standing is None:
-                known.entries[number], entry.number, known.last = (
-                    entry,
-                    number,
-                    max(known.last, number),
-                )
-                self._advance(known, entry)
-            return f"{stream}:{number}"
+                number = stream.last + 1
+            name = f"{stream_name}:{number}"
+            accepted = stream.entries.get(number)
+            if accepted is None:
+                self._check_new(stream, number, name)
+                entry.number = number
+                stream.entries[number] = entry
+                stream.last = max(stream.last, number)
+                self._advance(stream, entry)
+            elif accepted.fingerprint != entry.fingerprint:
+                raise Refused(409, f"{name} was another request; use a free number")
+            return name
+
+    def _sweep(self) -> None:
+        time_s = time.monotonic()
+        if time_s - self._swept >= SWEEP:
+            self._swept = time_s
+            for stream in self._streams.values():
+                stream.drop_expired(time_s)
+
+    def _check_new(self, stream: Stream, number: int, name: str) -> None:
+        """Refuse a request that was not accepted before, if it may not be time_s."""
+        stream_name = name.rpartition(":")[0]
+        if stream.following is not None and number < stream.following:
+            raise Refused(404, f"{name} was applied, and its result has expired")
+        # While the session ends, a request that a later one waits for is still accepted.
+        if self._closed and number > stream.last:
+            remedy = "continue from the checkpoints that it saves"
+            raise Refused(503, f"{stream_name}: its session is ending; {remedy}")
+        # The next one in order is accepted, or those that wait for it would never end.
+        count = len(stream.entries)
+        if count >= 2 * KEPT and number != stream.following:
+            problem = f"{count} requests or results are waiting; try again later"
+            raise Refused(503, f"{stream_name}: {problem}")
 
     def future(self, request: str) -> Future[Any]:
-        """Return a request's future; a finished result is kept for `FETCHED` s from now. Raises Refused (404)."""
-        stream, _, number = request.rpartition(":")
+        """Return a request's future; a finished result is kept for `FETCHED` s from time_s.
+
+        Raises Refused (404) if the request is not known, or its result has expired.
+        """
+        stream_name, _, number = request.rpartition(":")
         with self._changed:
-            known = self._streams.get(stream)
-            entry = known.entries.get(int(number)) if known and number.isdigit() else None
+            stream = self._streams.get(stream_name)
+            entry = stream.entries.get(int(number)) if stream and number.isdigit() else None
             if entry is None:
                 raise Refused(404, f"{request} is not known here, or its result has expired")
+            # The answer may be lost, so it is kept for a repeated request.
             if entry.future.done():
                 entry.until = time.monotonic() + FETCHED
                 entry.fetched = True
@@ -116,39 +178,42 @@ class Ledger:
         """Accept no new requests, only repeated ones and those that a later request waits for."""
         self._closed = True
 
-    def count_open(self) -> tuple[int, int, int]:
-        """Count requests: not done; not done because an earlier one is missing; done, but the result not fetched."""
+    def count_open(self) -> OpenCounts:
+        """Count the requests that are not finished."""
+        undone = 0
+        blocked = 0
+        unfetched = 0
         with self._changed:
-            pairs = [
-                (stream, entry)
-                for stream in self._streams.values()
-                for entry in stream.entries.values()
-            ]
-        waiting = [
-            (stream.following, entry.number) for stream, entry in pairs if not entry.future.done()
-        ]
-        behind = sum(following is not None and number > following for following, number in waiting)
-        return (
-            len(waiting) - behind,
-            behind,
-            sum(not entry.fetched for _, entry in pairs) - len(waiting),
-        )
+            for stream in self._streams.values():
+                for entry in stream.entries.values():
+                    if entry.future.done():
+                        unfetched += not entry.fetched
+                    elif stream.waits_for_earlier(entry.number):
+                        blocked += 1
+                    else:
+                        undone += 1
+        return OpenCounts(undone, blocked, unfetched)
 
     def take(self, timeout: float | None = None) -> list[Entry]:
-        """Take the next request, and those that can be executed together with it; none after `timeout` seconds."""
+        """Take the next request, and those that can be executed together with it.
+
+        Returns:
+            None of them after `timeout` seconds.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._ready), timeout):
                 return []
-            first = self._ready.popleft()
-            if first.batch is None:
-                return [first]
-            alike = [entry for entry in self._ready if entry.batch == first.batch]
-            self._ready = deque(entry for entry in self._ready if entry.batch != first.batch)
-            return [first, *alike]
+            entries = [self._ready.popleft()]
+            batch = entries[0].batch
+            if batch is not None:
+                entries += [entry for entry in self._ready if entry.batch == batch]
+                self._ready = deque(entry for entry in self._ready if entry.batch != batch)
+            return entries
 
     def finish(self, entry: Entry, result: Any = None, error: BaseException | None = None) -> None:
         """Set the result of a request, and drop its input."""
-        entry.work = _settled
+        # A batch of training data has megabytes, and the result is kept for an hour.
+        entry.work = _refuse_work
         entry.request = None
         entry.until = time.monotonic() + UNFETCHED
         if error is not None:
@@ -156,26 +221,30 @@ class Ledger:
         else:
             entry.future.set_result(result)
 
+    def fail(self, entries: Sequence[Entry], error: BaseException) -> None:
+        """Set the error of requests that are not done."""
+        for entry in entries:
+            if not entry.future.done():
+                self.finish(entry, error=error)
+
     def put_first(self, entries: Sequence[Entry]) -> None:
-        """Put requests before all others: those that were taken but not begun, or are in no stream."""
+        """Put requests before all others: those that were taken, but not begun, or have no stream."""
         with self._changed:
+            # `extendleft` puts one after the other at the left, so the first must come last.
             self._ready.extendleft(reversed(entries))
             self._changed.notify_all()
 
     def _advance(self, stream: Stream, entry: Entry) -> None:
+        """Make a new request ready, or in a stream with an order all that can follow time_s."""
         if stream.following is None:
             self._ready.append(entry)
         else:
-            while (following := stream.entries.get(stream.following)) is not None:
-                self._ready.append(following)
+            while stream.following in stream.entries:
+                self._ready.append(stream.entries[stream.following])
                 stream.following += 1
-        while (
-            len(stream.entries) > KEPT
-            and stream.entries[first := min(stream.entries)].future.done()
-        ):
-            del stream.entries[first]
+        stream.drop_oldest()
         self._changed.notify_all()
 
 
-def _settled(entries: list[Entry]) -> list[Any]:
+def _refuse_work(entries: list[Entry]) -> list[Any]:
     raise AssertionError("a request is executed once")

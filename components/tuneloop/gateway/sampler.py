@@ -1,5 +1,8 @@
-"""The vLLM server that the sessions of a namespace share: it is started when one of them first samples, loads the
-weights of the current request, verified by their canary, and is scaled to zero when none has sampled for a while."""
+"""The vLLM server that the sessions of a namespace share.
+
+It is started when one of them first samples, loads the weights of the current request, verified by
+their canary, and is scaled to zero when none has sampled for a while.
+"""
 
 import logging
 import threading
@@ -17,11 +20,13 @@ from tuneloop.inference.proof import prove_weights
 from tuneloop.inference.refusals import Refused
 
 START_S = 900.0
-"""Seconds that a request waits for the server (quota, a node, its image), and for it to load weights."""
+"""Seconds that a request waits for the server (quota, a node, its image), and for it to load
+weights."""
 KEEP_S = 10.0
 """Seconds for which the server keeps loaded weights, unless they are sampled from sooner."""
 LOOK_S = 10.0
-"""Seconds between two attempts to start a used server, and the maximum between two checks whether it is used."""
+"""Seconds between two attempts to start a used server, and the maximum between two checks whether
+it is used."""
 log = logging.getLogger("tuneloop.gateway")
 Result = TypeVar("Result")
 
@@ -29,21 +34,28 @@ Result = TypeVar("Result")
 class SharedSampler:
     """Samples as `resident.Sampler` does, from snapshots that are checkpoints, at the server `url`.
 
-    The server refuses a request if another session has loaded other weights since; the client then loads the snapshot's
-    weights again, and verifies them. `check` is called while a request waits; an error of it ends the request.
+    The server refuses a request if another session has loaded other weights since; the client then
+    loads the snapshot's weights again, and verifies them.
     """
 
     def __init__(self, url: str, check: Callable[[], None]) -> None:
+        """Use the server at `url`; `check` is called while a request waits, and an error of it ends
+        the request.
+        """
         self._client = Client(url, START_S, patience_s=START_S)
         self._client.check = check
         self._client.keep_s = KEEP_S
 
     def sample(
-        self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling
+        self,
+        snapshot: Snapshot,
+        requests: Sequence[Request],
+        sampling: Sampling,
     ) -> list[list[Completion]]:
-        return self._ask(
-            snapshot, lambda: self._client.generate(requests, sampling, lambda _: None)
-        )
+        def generate() -> list[list[Completion]]:
+            return self._client.generate(requests, sampling, lambda _: None)
+
+        return self._ask(snapshot, generate)
 
     def score(self, snapshot: Snapshot, ids: Sequence[int]) -> list[float]:
         return self._ask(snapshot, lambda: self._client.score(ids))
@@ -55,20 +67,27 @@ class SharedSampler:
         def prove(engine: Engine) -> None:
             prove_weights(engine, snapshot.base)
 
-        self._client.prove = prove  # if the server is lost, or has other weights now
+        # The client does this again when the server was lost, or has other weights.
+        self._client.prove = prove
         try:
             self._client.load(snapshot.base)
             prove(self._client)
             return request()
         except UserError as error:
-            raise Refused(
-                400, f"the sampler that sessions share cannot sample {snapshot.base.url}: {error}"
-            ) from error
+            problem = f"the sampler that sessions share cannot sample {snapshot.base.url}"
+            raise Refused(400, f"{problem}: {error}") from error
 
 
 @dataclass
 class _Use:
-    """A namespace's use of its sampler: when it was last used, and the result of the last attempt to start it."""
+    """A namespace's use of its sampler.
+
+    Attributes:
+        used: when it was last used, by `time.monotonic`.
+        up: whether it may run.
+        tried: when it was last attempted to start it.
+        failure: the error of that attempt.
+    """
 
     used: float = field(default_factory=time.monotonic)
     up: bool = True
@@ -78,29 +97,35 @@ class _Use:
 
 
 class SamplerUse:
-    """Tracks when namespaces last used their samplers, and calls `scale` with a namespace and the number of replicas: 1
-    when its sampler is used, 0 after `idle_s` seconds."""
+    """The samplers of namespaces, which run while they are used."""
 
     def __init__(
-        self, scale: Callable[[str, int], None], namespaces: Iterable[str], idle_s: float
+        self,
+        scale: Callable[[str, int], None],
+        namespaces: Iterable[str],
+        idle_s: float,
     ) -> None:
+        """Scale samplers by `scale`, which gets a namespace and the number of replicas: 1 when its
+        sampler is used, 0 after `idle_s` seconds.
+        """
         self._scale = scale
         self._idle_s = idle_s
-        self._uses = {
-            namespace: _Use() for namespace in namespaces
-        }  # an earlier gateway process may have started them
+        # An earlier process of the gateway may have started them.
+        self._uses = {namespace: _Use() for namespace in namespaces}
         threading.Thread(target=self._watch, name="sampler", daemon=True).start()
 
     def start(self, namespace: str) -> None:
-        """Record that the sampler of a namespace is used, and start it unless it runs. Raises as `scale`; for `LOOK_S`
-        seconds after a failure, the same error is raised without another attempt."""
+        """Record that the sampler of a namespace is used, and start it unless it runs.
+
+        Raises as `scale`; for `LOOK_S` seconds after a failure, the same error is raised without
+        another attempt.
+        """
         use = self._uses.setdefault(namespace, _Use())
         with use.lock:
-            now = time.monotonic()
-            use.used = now
+            use.used = time.monotonic()
             use.up = True
-            if now - use.tried >= LOOK_S:
-                use.tried = now
+            if use.used - use.tried >= LOOK_S:
+                use.tried = use.used
                 use.failure = None
                 try:
                     self._scale(namespace, 1)
@@ -124,7 +149,10 @@ class SamplerUse:
     def _stop(self, namespace: str, use: _Use) -> None:
         try:
             self._scale(namespace, 0)
-            use.tried, use.up = -LOOK_S, False
+            # The next request starts it at once.
+            use.tried = -LOOK_S
+            use.up = False
         except Exception as error:
             log.warning("the sampler of %s could not be scaled to 0: %s", namespace, error)
+            # It counts as used, so the next attempt is after another pause.
             use.used = time.monotonic()

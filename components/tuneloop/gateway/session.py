@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import math
 import os
 import posixpath
 import re
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
+from pydantic import BaseModel
+
 from tuneloop.core.artifacts import Artifact, dump_canonical_json, find_manifest
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import Store, local_path, normalize_url
 from tuneloop.formats.facts import VersionFacts
-from tuneloop.formats.rollouts import Request
+from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import load_tokenizer, stop_ids
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Entry, Ledger
@@ -44,16 +47,42 @@ UNNAMED = "snapshots"
 NOT_DONE = "not done: its session is ending; continue from its checkpoints"
 log = logging.getLogger("tuneloop.session")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+CHECKPOINT = re.compile(
+    rf"({SCHEME})?(?P<namespace>[^:./]*)\.(?P<session>[a-z0-9-]+):train:(?P<number>\d+)"
+    rf"/(?P<file>(weights|sampler_weights)/{NAME.pattern})"
+)
+"""Matches the path of a checkpoint, as Tinker's client has it."""
 
 
 class Session:
-    """The models and sampling sessions of one session. Requests are accepted from any thread, and executed by the one
-    that calls `do`. Its checkpoints are below the URL `artifacts`, those of the namespace's other sessions beside it;
-    `ranks` opens the device when it is first needed. `sampler`: URL of the server to sample from, else empty."""
+    """The models and sampling sessions of one session.
+
+    Requests are accepted from any thread, and executed by the one that calls `do`.
+
+    Attributes:
+        models: id → model.
+        names: id of a model → the name of the checkpoint that it was created from.
+        samplers: id of a sampling session → its weights; None once they were dropped.
+        meter: counts tokens of today.
+        token_limit: how many tokens it may use today, as the gateway says with each request.
+    """
 
     def __init__(
-        self, id: str, artifacts: str, ranks: "Callable[[], Ranks]", sampler: str = ""
+        self,
+        id: str,
+        artifacts: str,
+        ranks: "Callable[[], Ranks]",
+        sampler: str = "",
     ) -> None:
+        """Begin a session without models.
+
+        Args:
+            id: ``<namespace>.<name>``.
+            artifacts: the URL that its checkpoints lie below; those of the namespace's other
+                sessions lie beside it.
+            ranks: opens the device when it is first needed.
+            sampler: URL of the server to sample from; empty: this process samples.
+        """
         self.id = id
         self.artifacts = artifacts.rstrip("/")
         self.ledger = Ledger()
@@ -61,15 +90,16 @@ class Session:
         self.names: dict[str, str] = {}
         self.samplers: dict[str, Snapshot | None] = {}
         self.meter = Meter()
-        self.token_limit = float("inf")
+        self.token_limit = math.inf
         self._unnamed: list[str] = []
         self._asleep: list[Resident] = []
         self._ranks = functools.cache(ranks)
-        self.shared = bool(sampler)
+        self._server = sampler
         self._saving = threading.Event()
-        self._sampler = functools.cache(
-            lambda: SharedSampler(sampler, self._check_saving) if sampler else Sampler()
-        )
+
+    @functools.cached_property
+    def _sampler(self) -> SharedSampler | Sampler:
+        return SharedSampler(self._server, self._check_saving) if self._server else Sampler()
 
     def create_model(self, request: messages.CreateModel) -> str:
         """Queue a request for a new model, its number 0."""
@@ -78,12 +108,12 @@ class Session:
 
         def work() -> JsonObject:
             policy = self._artifact(request.base_model)
-            self.models[model] = Resident(
-                policy, self._ranks(), lora, seed=request.lora_config.seed or 0
-            )
+            seed = request.lora_config.seed or 0
+            self.models[model] = Resident(policy, self._ranks(), lora, seed=seed)
             self.names[model] = request.base_model
             return {"model_id": model, "type": "create_model"}
 
+        # The model's stream exists before the model, as clients do not wait for it.
         self.ledger.open(model, 0)
         return self._submit(model, 0, request, work)
 
@@ -95,6 +125,7 @@ class Session:
 
         def work() -> JsonObject:
             policy = self._artifact(request.path)
+            # A model keeps its trainer until the checkpoint is verified.
             if request.model_id:
                 with self._changing(model) as resident:
                     resident.load(policy, request.optimizer)
@@ -103,6 +134,7 @@ class Session:
                 self.names[model] = request.path
             return {"path": request.path, "model_id": model, "type": "load_weights"}
 
+        # A new model has a stream of its own, which begins with this request.
         if request.model_id is None:
             self.ledger.open(model, 0)
         return self._submit(model, request.seq_id if request.model_id else 0, request, work)
@@ -113,10 +145,10 @@ class Session:
         def work() -> messages.Losses:
             model = self._model(request.model_id)
             self._use_tokens(sum(len(datum.tokens) for datum in request.data))
-            found = model.forward_backward(
+            logprobs, metrics = model.forward_backward(
                 request.data, request.loss_fn, request.config, request.forward_only
             )
-            return messages.Losses(*found)
+            return messages.Losses(logprobs, metrics)
 
         return self._submit(request.model_id, request.seq_id, body, work)
 
@@ -140,45 +172,42 @@ class Session:
     def save_weights(self, request: messages.SaveWeights, kind: str = "weights") -> str:
         """Queue a request for a checkpoint below ``<artifacts>/train-<n>/<kind>``."""
         if request.path is None or not NAME.fullmatch(request.path):
-            raise UserError(
-                "path", request.path, "a name of letters, digits, dots, dashes and underscores"
-            )
+            remedy = "a name of letters, digits, dots, dashes and underscores"
+            raise UserError("path", request.path, remedy)
         if request.overwrite:
             raise UserError("overwrite", True, "a checkpoint is written once; choose another name")
         path = f"{SCHEME}{request.model_id}/{kind}/{request.path}"
 
         def work() -> JsonObject:
             url = self._url(path)
+            # Asked before the gigabytes are written. A commit of another in between is refused, too.
             if find_manifest(url) is not None:
                 raise UserError("path", request.path, "is taken; choose another name")
             facts: JsonObject = {"session": self.id}
-            facts |= {"ttl_seconds": request.ttl_seconds} if request.ttl_seconds else {}
-            self._model(request.model_id).save(url, **facts)
-            return {"path": path, "type": "save_weights" + "_for_sampler" * (kind != "weights")}
+            if request.ttl_seconds:
+                facts["ttl_seconds"] = request.ttl_seconds
+            self._model(request.model_id).save(url, facts)
+            answer = "save_weights" if kind == "weights" else "save_weights_for_sampler"
+            return {"path": path, "type": answer}
 
         return self._submit(request.model_id, request.seq_id, request, work)
 
     def save_weights_for_sampler(self, request: messages.SaveWeights) -> str:
-        """Queue a request for weights to sample from: a named checkpoint, or a snapshot; only the newest are kept."""
+        """Queue a request for weights to sample from: a named checkpoint, or a snapshot.
+
+        Only the newest snapshots are kept.
+        """
         if request.path is not None:
             return self.save_weights(request, "sampler_weights")
         if request.kind != "snapshot":
-            raise UserError(
-                "kind", request.kind, "only snapshots are known here; their weights never change"
-            )
-        number = request.sampling_session_seq_id
+            remedy = "only snapshots are known here; their weights never change"
+            raise UserError("kind", request.kind, remedy)
 
         def work() -> JsonObject:
-            sampling = f"{self.id}:sample:{f'u{len(self.samplers)}' if number is None else number}"
-            model = self._model(request.model_id)
-            name = request.model_id.rpartition(":")[2]
-            if self.shared:  # the shared sampler reads weights from the store
-                url = f"{self.artifacts}/train-{name}/{UNNAMED}/{os.urandom(8).hex()}"
-                self.samplers[sampling] = Snapshot(
-                    model.save(url, with_state=False, session=self.id), model.version
-                )
-            else:
-                self.samplers[sampling] = model.snapshot()
+            number = request.sampling_session_seq_id
+            name = f"u{len(self.samplers)}" if number is None else str(number)
+            sampling = f"{self.id}:sample:{name}"
+            self.samplers[sampling] = self._take_snapshot(request.model_id)
             self._unnamed.append(sampling)
             self._drop_snapshots(SNAPSHOTS)
             self.ledger.open(sampling)
@@ -190,44 +219,48 @@ class Session:
 
         return self._submit(request.model_id, request.seq_id, request, work)
 
+    def _take_snapshot(self, model_id: str) -> Snapshot:
+        model = self._model(model_id)
+        if not self._server:
+            return model.snapshot()
+        # The sampler that sessions share reads weights from the store.
+        folder = f"train-{model_id.rpartition(':')[2]}"
+        url = f"{self.artifacts}/{folder}/{UNNAMED}/{os.urandom(8).hex()}"
+        weights = model.save(url, {"session": self.id}, with_state=False)
+        return Snapshot(weights, model.version)
+
     def create_sampling(self, request: messages.CreateSampling) -> str:
         """Open a sampling session of a checkpoint, and return its id."""
         sampling = f"{self.id}:sample:{request.sampling_session_seq_id}"
-        named = request.model_path or request.base_model
-        if not named:
+        name = request.model_path or request.base_model
+        if not name:
             raise UserError("base_model", None, "is required, or model_path")
-        policy = self._artifact(named)
+        policy = self._artifact(name)
+        # A checkpoint without a model is refused now, and not when it is sampled from.
         checkpoint.model_dir(policy)
         self.samplers.setdefault(sampling, Snapshot(policy, VersionFacts.read(policy).version))
         self.ledger.open(sampling)
         return sampling
 
     def sample(self, request: messages.Sample) -> str:
-        """Queue a request for completions. Waiting requests that differ only in their prompts are executed together."""
-        for name, value in (request.model_extra or {}).items():
-            if value and name not in ("base_model", "model_path"):
-                raise UserError(name, value, "is not known here; leave it out")
-        params = request.sampling_params
-        if params.top_k != -1 or params.top_p != 1:
-            value = {"top_k": params.top_k, "top_p": params.top_p}
-            raise UserError(
-                "sampling_params",
-                value,
-                "top_k and top_p are not supported here: set top_k -1, top_p 1",
-            )
-        if isinstance(params.stop, str) or any(isinstance(stop, str) for stop in params.stop or ()):
-            raise UserError(
-                "sampling_params.stop", params.stop, "must be token ids; text is not supported here"
-            )
-        if not (ids := request.prompt.read_tokens()):
+        """Queue a request for completions.
+
+        Waiting requests that differ only in their prompts are executed together.
+        """
+        _check_sampling(request)
+        ids = request.prompt.read_tokens()
+        if not ids:
             raise UserError("prompt", [], "is empty")
-        alike = (
-            request.sampling_session_id,
-            params.max_tokens,
-            params.temperature,
-            dump_canonical_json(params.stop),
-        )
-        batch = None if request.prompt_logprobs or params.max_tokens is None else alike
+        params = request.sampling_params
+        batch = None
+        # Without a maximum, or with scores, the length of its prompt decides what is computed.
+        if params.max_tokens is not None and not request.prompt_logprobs:
+            batch = (
+                request.sampling_session_id,
+                params.max_tokens,
+                params.temperature,
+                dump_canonical_json(params.stop),
+            )
         entry = Entry(_fingerprint(request), self._sample, (request, ids), batch)
         return self.ledger.submit(request.sampling_session_id, request.seq_id, entry)
 
@@ -235,11 +268,11 @@ class Session:
         """Return the answer of ``get_info`` for a model."""
         resident = self._model(model)
         base = resident.trainer.base
-        local = local_path(base.url)
         facts = base.manifest.facts
+        folder = local_path(base.url)
+        # A client on the same machine or volume loads the tokenizer from the checkpoint.
+        tokenizer = str(folder / base.manifest.root / "model") if folder else facts.get("model")
         name = self.names[model]
-        tokenizer = str(local / base.manifest.root / "model") if local else facts.get("model")
-        rank = resident.lora.r if resident.lora else None
         return {
             "type": "get_info",
             "model_data": {
@@ -250,8 +283,8 @@ class Session:
             "model_id": model,
             "model_name": name,
             "weight_version": resident.version,
-            "is_lora": rank is not None,
-            "lora_rank": rank,
+            "is_lora": resident.lora is not None,
+            "lora_rank": resident.lora.r if resident.lora else None,
         }
 
     def sampler(self, sampling: str) -> JsonObject:
@@ -264,18 +297,18 @@ class Session:
         }
 
     def do(self, entries: Sequence[Entry]) -> None:
-        """Execute the requests that `Ledger.take` returned. A failure of one does not affect the others."""
+        """Execute the requests that `Ledger.take` returned.
+
+        A failure of one does not affect the others.
+        """
         try:
             results = entries[0].work(list(entries))
         except Exception as error:
-            traceback.clear_frames(
-                error.__traceback__
-            )  # they would keep tensors as long as the result
-            if len(entries) == 1 or isinstance(
-                error, Retryable
-            ):  # each one alone would wait as long
-                for entry in entries:
-                    self.ledger.finish(entry, error=error)
+            # The frames would keep tensors as long as the result.
+            traceback.clear_frames(error.__traceback__)
+            # What is away for several requests is away for each of them, and they would wait again.
+            if len(entries) == 1 or isinstance(error, Retryable):
+                self.ledger.fail(entries, error)
                 return
             for entry in entries:
                 self.do([entry])
@@ -284,7 +317,9 @@ class Session:
                 self.ledger.finish(entry, result)
 
     def save_models(self) -> Future[Any]:
-        """Save models that took steps, before all other requests; then refuse requests, and drop unnamed snapshots."""
+        """Save models that took steps, before all other requests; then refuse requests, and drop
+        unnamed snapshots.
+        """
 
         def work(entries: list[Entry]) -> list[None]:
             for name, model in self.models.items():
@@ -292,13 +327,14 @@ class Session:
                     self._save_drained(name, model)
                 except Exception as error:
                     log.error("%s could not be saved (%s: %s)", name, type(error).__name__, error)
-            while left := self.ledger.take(0):
-                for entry in left:
-                    self.ledger.finish(entry, error=Refused(404, NOT_DONE))
+            while undone := self.ledger.take(0):
+                self.ledger.fail(undone, Refused(404, NOT_DONE))
             self._drop_snapshots(0)
             return [None] * len(entries)
 
-        self.ledger.put_first([entry := Entry("", work)])
+        entry = Entry("", work)
+        self.ledger.put_first([entry])
+        # A request that waits for the sampler ends now.
         self._saving.set()
         return entry.future
 
@@ -306,36 +342,46 @@ class Session:
         if self._saving.is_set():
             raise Refused(404, NOT_DONE)
 
-    def _drop_snapshots(self, kept: int) -> None:
-        """Drop unnamed weights except for the `kept` newest."""
-        while len(self._unnamed) > kept:
+    def _drop_snapshots(self, count: int) -> None:
+        """Drop unnamed weights except for the `count` newest."""
+        while len(self._unnamed) > count:
             sampling = self._unnamed.pop(0)
-            old = self.samplers[sampling]
+            snapshot = self.samplers[sampling]
             self.samplers[sampling] = None
-            if self.shared and old:
+            if self._server and snapshot:
+                url = snapshot.base.url
                 try:
-                    Store(old.base.url).delete("")
+                    Store(url).delete("")
                 except (OSError, Retryable, UserError) as error:
-                    log.warning("%s stays in the store: %s", old.base.url, error)
+                    log.warning("%s stays in the store: %s", url, error)
 
     def _save_drained(self, name: str, model: Resident) -> None:
-        """Save a model with unsaved steps as ``weights/drained``, or as the first free name of ``drained-2``, …"""
+        """Save a model with unsaved steps as ``weights/drained``, or as the first free name of
+        ``drained-2``, …
+        """
         if model.version == model.saved:
             log.info("%s took no step since it was opened or saved: nothing to save", name)
             return
-        names = itertools.chain([DRAINED], (f"{DRAINED}-{number}" for number in itertools.count(2)))
-        paths = (f"{SCHEME}{name}/weights/{each}" for each in names)
-        path = next(path for path in paths if find_manifest(self._url(path)) is None)
-        model.gradients = False  # no step has used them: the client has to compute them again
-        log.info("saved %s (%s)", path, model.save(self._url(path), session=self.id).url)
+        path = f"{SCHEME}{name}/weights/{DRAINED}"
+        for number in itertools.count(2):
+            if find_manifest(self._url(path)) is None:
+                break
+            path = f"{SCHEME}{name}/weights/{DRAINED}-{number}"
+        # No step has used the gradients, so the client has to compute them again.
+        model.gradients = False
+        artifact = model.save(self._url(path), {"session": self.id})
+        log.info("saved %s (%s)", path, artifact.url)
 
     def sleep(self) -> None:
-        """Leave the device: models in training move to the host's memory, the sampler's model is dropped."""
+        """Leave the device: models in training move to the host's memory, the sampler's model is
+        dropped.
+        """
         self._asleep = list(self.models.values())
         for resident in self._asleep:
             resident.trainer.sleep()
-        if self._sampler.cache_info().currsize:
-            self._sampler().drop()
+        # A sampler that was never used has no model.
+        if "_sampler" in self.__dict__:
+            self._sampler.drop()
 
     def wake(self) -> None:
         """Undo `sleep`."""
@@ -343,72 +389,72 @@ class Session:
             self._asleep.pop().trainer.wake()
 
     def _submit(
-        self, stream: str, number: int | None, request: Any, work: Callable[[], Any]
+        self,
+        stream: str,
+        number: int | None,
+        request: bytes | BaseModel,
+        work: Callable[[], object],
     ) -> str:
         return self.ledger.submit(stream, number, Entry(_fingerprint(request), lambda _: [work()]))
 
     def _sample(self, entries: list[Entry]) -> list[messages.Samples]:
-        wanted: list[tuple[messages.Sample, list[int]]] = [entry.request for entry in entries]
-        first = wanted[0][0]
-        snapshot = self._snapshot(first.sampling_session_id)
+        """Execute requests of one sampling session with equal parameters."""
+        first: messages.Sample = entries[0].request[0]
         params = first.sampling_params
+        snapshot = self._snapshot(first.sampling_session_id)
         context, vocabulary, stops = _read_limits(checkpoint.model_dir(snapshot.base))
-        for _, ids in wanted:
+        requests: list[Request] = []
+        for entry in entries:
+            message, ids = entry.request
             if len(ids) >= context or not 0 <= min(ids) <= max(ids) < vocabulary:
                 span = f"{len(ids)} tokens, {min(ids)} to {max(ids)}"
-                raise UserError(
-                    "prompt", span, f"the model has {vocabulary} tokens and a context of {context}"
-                )
-        length = min([params.max_tokens or context, *(context - len(ids) for _, ids in wanted)])
-        if len(wanted) > 1 and length < (params.max_tokens or 0):
-            raise UserError(
-                "prompt",
-                length,
-                "one of several prompts does not fit; they are executed one by one",
-            )
-        sampling = Sampling(
-            params.temperature,
-            length,
-            stops if params.stop is None else tuple(map(int, params.stop)),
-        )
-        requests = [
-            Request(str(e.number), e.request[1], _seeds(e.request[0], e.number)) for e in entries
-        ]
-        at_most = length * sum(asked.num_samples for asked, _ in wanted)
-        self._use_tokens(sum(len(ids) for _, ids in wanted) + at_most)
+                limits = f"the model has {vocabulary} tokens and a context of {context}"
+                raise UserError("prompt", span, limits)
+            requests.append(Request(str(entry.number), ids, _seeds(message, entry.number)))
+        prompt_lengths = [len(request.prompt_ids) for request in requests]
+        length = min(params.max_tokens or context, context - max(prompt_lengths))
+        if len(entries) > 1 and length < (params.max_tokens or 0):
+            problem = "one of several prompts does not fit; they are executed one by one"
+            raise UserError("prompt", length, problem)
+        if params.stop is not None:
+            stops = tuple(map(int, params.stop))
+        sampling = Sampling(params.temperature, length, stops)
+        # The most that may be sampled is counted first, and what was not sampled is given back.
+        limit = length * sum(len(request.seeds) for request in requests)
+        self._use_tokens(sum(prompt_lengths) + limit)
         used = 0
         try:
-            groups = self._sampler().sample(snapshot, requests, sampling)
-            used = sum(len(each.ids) for group in groups for each in group)
+            groups = self._sampler.sample(snapshot, requests, sampling)
+            used = sum(len(completion.ids) for group in groups for completion in group)
         finally:
-            self.meter.count("", used - at_most)
-        scored = [
-            self._sampler().score(snapshot, ids) if a.prompt_logprobs else None for a, ids in wanted
-        ]
-        made = (
-            [{"tokens": c.ids, "logprobs": c.logprobs, "stop_reason": c.finish_reason} for c in g]
-            for g in groups
-        )
-        return [
-            messages.Samples(sequences, prompt, snapshot.version)
-            for sequences, prompt in zip(made, scored)
-        ]
+            self.meter.count("", used - limit)
+        results: list[messages.Samples] = []
+        for entry, group in zip(entries, groups):
+            message, ids = entry.request
+            # Scores are rare, so they are not computed together.
+            scores = self._sampler.score(snapshot, ids) if message.prompt_logprobs else None
+            sequences = [_describe_completion(completion) for completion in group]
+            results.append(messages.Samples(sequences, scores, snapshot.version))
+        return results
 
-    def _use_tokens(self, more: int) -> None:
-        check_quota(
-            f"session {self.id!r}", "tokens_per_day", self.meter.count(""), more, self.token_limit
-        )
-        self.meter.count("", more)
+    def _use_tokens(self, count: int) -> None:
+        used = self.meter.count("")
+        check_quota(f"session {self.id!r}", "tokens_per_day", used, count, self.token_limit)
+        self.meter.count("", count)
 
     def _model(self, model: str) -> Resident:
         if model not in self.models:
-            remedy = "was not created, or load_state or optim_step lost it, saying why; create one from a checkpoint"
-            raise UserError("model_id", model, remedy)
+            raise UserError(
+                "model_id",
+                model,
+                "was not created, or load_state or optim_step lost it, saying why; "
+                "create one from a checkpoint",
+            )
         return self.models[model]
 
     @contextlib.contextmanager
     def _changing(self, model: str) -> Iterator[Resident]:
-        """Yield a model; drop it if the change fails half-way, as it is then neither old nor new."""
+        """Yield a model; drop it if the change fails half-way and its trainer is lost."""
         resident = self._model(model)
         try:
             yield resident
@@ -419,41 +465,67 @@ class Session:
     def _snapshot(self, sampling: str) -> Snapshot:
         if sampling not in self.samplers:
             raise Refused(404, f"{sampling} is not known here")
-        if (snapshot := self.samplers[sampling]) is None:
-            remedy = f"its weights were dropped for newer ones ({SNAPSHOTS} are kept); use those, or save with a name"
-            raise UserError("sampling_session_id", sampling, remedy)
+        snapshot = self.samplers[sampling]
+        if snapshot is None:
+            raise UserError(
+                "sampling_session_id",
+                sampling,
+                f"its weights were dropped for newer ones ({SNAPSHOTS} are kept); "
+                "use those, or save with a name",
+            )
         return snapshot
 
-    def _artifact(self, named: str) -> Artifact:
-        if named.startswith(SCHEME):
-            return Artifact(self._url(named))
-        path = posixpath.normpath(unquote(urlparse(normalize_url(named)).path))
-        theirs = re.search(r"/sessions/([^/]+)/session-[0-9a-f]+(/|@|$)", path)
-        if theirs and theirs[1] != self.id.partition(".")[0]:
-            raise UserError(
-                "path",
-                named,
-                "belongs to a session of another namespace; have it copied by its owner",
-            )
-        return Artifact(named)
+    def _artifact(self, name: str) -> Artifact:
+        """Open the checkpoint that a request names by a path of Tinker's or a reference."""
+        if name.startswith(SCHEME):
+            return Artifact(self._url(name))
+        path = posixpath.normpath(unquote(urlparse(normalize_url(name)).path))
+        match = re.search(r"/sessions/([^/]+)/session-[0-9a-f]+(/|@|$)", path)
+        # The store's credentials would read any namespace's checkpoints.
+        if match and match[1] != self._namespace:
+            remedy = "belongs to a session of another namespace; have it copied by its owner"
+            raise UserError("path", name, remedy)
+        return Artifact(name)
+
+    @property
+    def _namespace(self) -> str:
+        return self.id.partition(".")[0]
 
     def _url(self, path: str) -> str:
-        """Return the URL of ``tinker://<model>/<kind>/<name>``, which must be of a session in this namespace."""
-        model, _, rest = path.removeprefix(SCHEME).partition("/")
-        session, _, kind = model.partition(":")
-        namespace, _, name = session.partition(".")
-        known = re.fullmatch(rf"(weights|sampler_weights)/{NAME.pattern}", rest) and re.fullmatch(
-            r"train:\d+", kind
-        )
-        if (
-            not known
-            or not re.fullmatch(r"[a-z0-9-]+", name)
-            or namespace != self.id.partition(".")[0]
-        ):
-            raise UserError(
-                "path", path, "no checkpoint of this namespace: tinker://<model>/weights/<name>"
-            )
-        return f"{self.artifacts.rpartition('/')[0]}/{name}/{kind.replace(':', '-')}/{rest}"
+        """Return the URL of ``tinker://<model>/<kind>/<name>``.
+
+        Raises UserError if it is no checkpoint, or of a session of another namespace.
+        """
+        match = CHECKPOINT.fullmatch(path)
+        if not match or match["namespace"] != self._namespace:
+            problem = "no checkpoint of this namespace: tinker://<model>/weights/<name>"
+            raise UserError("path", path, problem)
+        sessions = self.artifacts.rpartition("/")[0]
+        return f"{sessions}/{match['session']}/train-{match['number']}/{match['file']}"
+
+
+def _check_sampling(request: messages.Sample) -> None:
+    """Refuse what would change the completions, and is not supported here. Raises UserError."""
+    for name, value in (request.model_extra or {}).items():
+        # A sampling session has one model, which older clients name again.
+        if value and name not in ("base_model", "model_path"):
+            raise UserError(name, value, "is not known here; leave it out")
+    params = request.sampling_params
+    if params.top_k != -1 or params.top_p != 1:
+        value = {"top_k": params.top_k, "top_p": params.top_p}
+        remedy = "top_k and top_p are not supported here: set top_k -1, top_p 1"
+        raise UserError("sampling_params", value, remedy)
+    if isinstance(params.stop, str) or any(isinstance(stop, str) for stop in params.stop or ()):
+        remedy = "must be token ids; text is not supported here"
+        raise UserError("sampling_params.stop", params.stop, remedy)
+
+
+def _describe_completion(completion: Completion) -> JsonObject:
+    return {
+        "tokens": completion.ids,
+        "logprobs": completion.logprobs,
+        "stop_reason": completion.finish_reason,
+    }
 
 
 @functools.lru_cache(8)
@@ -461,24 +533,23 @@ def _read_limits(directory: Path) -> tuple[int, int, tuple[int, ...]]:
     """Read a model's context, the size of its vocabulary, and its default stop tokens."""
     from transformers import AutoConfig
 
-    text = AutoConfig.from_pretrained(directory).get_text_config()
-    context = int(getattr(text, "max_position_embeddings", 1 << 30))
-    return context, int(text.vocab_size), stop_ids(load_tokenizer(directory), directory)
+    config = AutoConfig.from_pretrained(directory).get_text_config()
+    # Some architectures have no limit.
+    context = int(getattr(config, "max_position_embeddings", 1 << 30))
+    return context, int(config.vocab_size), stop_ids(load_tokenizer(directory), directory)
 
 
 def _seeds(request: messages.Sample, number: int) -> list[int]:
-    """Derive a seed for each completion, from the given seed, or else from the request."""
-    given = request.sampling_params.seed
-    stream: tuple[int | str, ...] = (
-        () if given is not None else (request.sampling_session_id, number)
-    )
-    return [derive_seed(given or 0, "sample", *stream, i) for i in range(request.num_samples)]
+    """Derive a seed for each completion, from the request's seed, or else from the request."""
+    seed = request.sampling_params.seed
+    completions = range(request.num_samples)
+    if seed is not None:
+        return [derive_seed(seed, "sample", index) for index in completions]
+    stream = request.sampling_session_id
+    return [derive_seed(0, "sample", stream, number, index) for index in completions]
 
 
-def _fingerprint(request: Any) -> str:
-    body = (
-        request
-        if isinstance(request, bytes)
-        else dump_canonical_json(request.model_dump(mode="json")).encode()
-    )
-    return hashlib.sha256(body).hexdigest()
+def _fingerprint(request: bytes | BaseModel) -> str:
+    if not isinstance(request, bytes):
+        request = dump_canonical_json(request.model_dump(mode="json")).encode()
+    return hashlib.sha256(request).hexdigest()

@@ -19,12 +19,18 @@ from tuneloop.sharing.lease_storage import STORED_LEASES
 
 Phase = Literal["queued", "starting", "running", "ending", "ended", "failed"]
 ALIVE = ("queued", "starting", "running")
-"""Phases in which a session exists. One that is ``ending`` accepts no requests, but uses quota until it is gone."""
+"""Phases in which a session exists. One that is ``ending`` accepts no requests, but uses quota
+until it is gone."""
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+"""Matches a name that Kubernetes accepts for a label (RFC 1123)."""
+DAY_S = 86400
 
 
-class Wanted(BaseModel, frozen=True, extra="forbid"):
-    """The request for a session. Equal keys of one caller with equal bodies refer to one session."""
+class SessionRequest(BaseModel, frozen=True, extra="forbid"):
+    """The request for a session.
+
+    Equal keys of one caller with equal bodies refer to one session.
+    """
 
     namespace: str = Field("", pattern=rf"^({LABEL})?$", description="empty: the caller's own")
     accelerators: int = Field(0, ge=0, le=1024)
@@ -37,26 +43,35 @@ class Wanted(BaseModel, frozen=True, extra="forbid"):
     policy: Literal["fifo", "lrs"] = Field("fifo", description="which waiter of the group is next")
     patience: float = Field(30.0, ge=1, le=86400, description="the group's patience, in seconds")
 
-    def flags(self, place: str) -> list[str]:
-        """Return the flags of a worker that leases the devices of a group below `place`."""
+    def flags(self, folder: str) -> list[str]:
+        """Return the flags of a worker that leases the devices of a group below `folder`, a URL."""
         if not self.lease_group:
             return []
-        group = f"{place}/{STORED_LEASES}/{self.lease_group}"
+        group = f"{folder}/{STORED_LEASES}/{self.lease_group}"
         return ["--lease", group, "--policy", self.policy, "--patience", f"{self.patience:g}"]
 
     def name(self, caller: str, key: str) -> str:
         """Return the session's name, by SHA-256 over namespace, caller and key."""
+        # The name of a Job has at most 63 characters, so the key is not part of it.
         identity = dump_canonical_json([self.namespace, caller, key]).encode()
         return f"session-{hashlib.sha256(identity).hexdigest()[:10]}"
 
 
 @dataclass(frozen=True)
 class Session:
-    """An existing session. `address` is ``host:port`` of its worker, once it runs; `key` is the secret that the worker
-    requires; `reason` says why the session ended, or does not run yet."""
+    """An existing session.
+
+    Attributes:
+        creator: the user who created it.
+        created: when, in ISO 8601.
+        artifacts: the URL that its checkpoints lie below.
+        key: the secret that its worker requires.
+        address: ``host:port`` of its worker, once it runs.
+        reason: why it ended, or does not run yet.
+    """
 
     name: str
-    wanted: Wanted
+    request: SessionRequest
     creator: str
     created: str
     phase: Phase
@@ -67,15 +82,19 @@ class Session:
 
     @property
     def id(self) -> str:
-        return f"{self.wanted.namespace}.{self.name}"
+        return f"{self.request.namespace}.{self.name}"
 
     def public(self) -> JsonObject:
         """Return the fields that users see."""
         fields = {
-            name: getattr(self, name)
-            for name in ("id", "phase", "reason", "creator", "created", "artifacts")
+            "id": self.id,
+            "phase": self.phase,
+            "reason": self.reason,
+            "creator": self.creator,
+            "created": self.created,
+            "artifacts": self.artifacts,
         }
-        return {**fields, **self.wanted.model_dump()}
+        return fields | self.request.model_dump()
 
 
 class Quota(BaseModel, frozen=True, extra="forbid"):
@@ -84,28 +103,33 @@ class Quota(BaseModel, frozen=True, extra="forbid"):
     sessions: int = Field(4, ge=0)
     accelerators: int = Field(0, ge=0)
     bytes_per_day: int = Field(
-        10**11, ge=0, description="bytes of bodies, for each caller of the namespace"
+        10**11,
+        ge=0,
+        description="bytes of bodies, for each caller of the namespace",
     )
     tokens_per_day: int = Field(
-        10**9, ge=0, description="tokens that its sessions train on, read and sample"
+        10**9,
+        ge=0,
+        description="tokens that its sessions train on, read and sample",
     )
     store: str = Field("", description="URL that artifacts lie below; empty: --store")
 
-    def check(self, wanted: Wanted, others: list[Session]) -> None:
+    def check(self, request: SessionRequest, sessions: list[Session]) -> None:
         """Refuse another session that exceeds the quota, as `check_quota` does."""
-        alive = [session for session in others if session.phase in (*ALIVE, "ending")]
-        have = sum(session.wanted.accelerators for session in alive)
-        who = f"namespace {wanted.namespace!r}"
-        check_quota(who, "sessions", len(alive), 1, self.sessions)
-        check_quota(who, "accelerators", have, wanted.accelerators, self.accelerators)
+        # A session that is ending has its devices until its pod is gone.
+        existing = [session for session in sessions if session.phase not in ("ended", "failed")]
+        accelerators = sum(session.request.accelerators for session in existing)
+        owner = f"namespace {request.namespace!r}"
+        check_quota(owner, "sessions", len(existing), 1, self.sessions)
+        check_quota(owner, "accelerators", accelerators, request.accelerators, self.accelerators)
 
 
-def check_quota(who: str, what: str, used: int, more: int, limit: float) -> None:
-    """Refuse `more` of `what` with 429 if it would exceed `limit`."""
-    if more and used + more > limit:
-        remedy = "wait for tomorrow (UTC)" if what.endswith("_per_day") else "end a session"
-        told = f"{who} has {used} of {limit:.0f} {what}, and {more:d} more requested"
-        raise Refused(429, f"quota: {told}; {remedy}, or ask for a larger quota")
+def check_quota(owner: str, resource: str, used: int, requested: int, limit: float) -> None:
+    """Refuse with 429 what would exceed the `limit` of a resource."""
+    if requested and used + requested > limit:
+        remedy = "wait for tomorrow (UTC)" if resource.endswith("_per_day") else "end a session"
+        use = f"{owner} has {used} of {limit:.0f} {resource}, and {requested:d} more requested"
+        raise Refused(429, f"quota: {use}; {remedy}, or ask for a larger quota")
 
 
 class Meter(Counter[str]):
@@ -113,13 +137,16 @@ class Meter(Counter[str]):
 
     day = 0
 
-    def count(self, name: str, more: int = 0) -> int:
-        """Add `more` to the use of `name`, and return its total."""
-        if self.day != (today := int(time.time() // 86400)):
+    def count(self, name: str, amount: int = 0) -> int:
+        """Add `amount` to the use of `name`, and return its total."""
+        today = int(time.time() // DAY_S)
+        if self.day != today:
             self.day = today
             self.clear()
-        if more:  # else nothing is written, as other threads read
-            self[name] = max(0, self[name] + more)  # a refund may belong to yesterday
+        # Without an amount nothing is written, as other threads read.
+        if amount:
+            # A refund may belong to yesterday.
+            self[name] = max(0, self[name] + amount)
         return self[name]
 
 
@@ -137,21 +164,29 @@ class WorkerPod(BaseModel, frozen=True, extra="forbid"):
         "tuneloop", description="Kueue LocalQueue of sessions with accelerators; empty: not queued"
     )
     idle: int = Field(
-        3600, ge=1, description="seconds without a request after which a session ends itself"
+        3600,
+        ge=1,
+        description="seconds without a request after which a session ends itself",
     )
     grace: int = Field(
-        120, ge=20, description="seconds for its accepted requests when its pod is told to end"
+        120,
+        ge=20,
+        description="seconds for its accepted requests when its pod is told to end",
     )
 
 
 class SamplerServer(BaseModel, frozen=True, extra="forbid"):
-    """The vLLM server from which all sessions of a namespace sample: a Deployment of manifests/components/sampler."""
+    """The vLLM server from which all sessions of a namespace sample: a Deployment of
+    manifests/components/sampler.
+    """
 
     deployment: str = Field(
         "tuneloop-sampler", description="in the session's namespace, with a Service of its name"
     )
     idle: int = Field(
-        600, ge=60, description="seconds without a request until it is scaled to zero"
+        600,
+        ge=60,
+        description="seconds without a request until it is scaled to zero",
     )
     engine_args: JsonObject = Field(
         {}, description="vLLM's options, with --local; else the Deployment has them"
@@ -174,11 +209,15 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_settings(path: Path | None) -> Settings:
-    """Read settings from a YAML file, or return the defaults. Raises UserError if it is unreadable or invalid."""
+    """Read settings from a YAML file, or return the defaults.
+
+    Raises UserError if the file is unreadable or invalid.
+    """
+    if path is None:
+        return Settings()
     try:
-        return (
-            Settings.model_validate(yaml.safe_load(path.read_text()) or {}) if path else Settings()
-        )
+        # An empty file has no mapping, and no settings.
+        return Settings.model_validate(yaml.safe_load(path.read_text()) or {})
     except ValidationError as error:
         raise convert_validation_error(error, prefix=f"{path}: ") from None
     except (OSError, yaml.YAMLError) as error:

@@ -1,5 +1,8 @@
-"""The part of Tinker's protobuf messages that is served: token ids in, tensors in and out, as little-endian bytes with
-dtype and shape. `SCHEMA` has the field numbers of ``tinker_public.proto`` in the client library, release 0.38."""
+"""The part of Tinker's protobuf messages that is served: token ids in, tensors in and out.
+
+Tensors are little-endian bytes with dtype and shape. `SCHEMA` has the field numbers of
+``tinker_public.proto`` in the client library, release 0.38.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -40,40 +43,51 @@ class ForwardBackward:
 
 
 def read_address(body: bytes) -> tuple[str, int | None]:
-    """Read only the model of a ``ForwardBackwardRequest``, and its number among the model's requests."""
-    named = _parse(body, "Named")
-    return named.model_id, named.seq_id or None
+    """Read only the model of a ``ForwardBackwardRequest``, and its number among the model's
+    requests.
+    """
+    # This message has no other fields, so their megabytes are skipped.
+    address = _parse(body, "Named")
+    return address.model_id, address.seq_id or None
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """Decode a ``ForwardBackwardRequest``. Raises UserError for any other bytes, images, sound or sparse tensors."""
-    sent = _parse(body)
-    config = {}
-    for name, value in sent.loss_fn_config_v2.items():
+    """Decode a ``ForwardBackwardRequest``.
+
+    Raises UserError for any other bytes, images, sound or sparse tensors.
+    """
+    message = _parse(body)
+    config: dict[str, float] = {}
+    for name, value in message.loss_fn_config_v2.items():
         if value.text:
             raise UserError(f"loss_fn_config.{name}", value.text, "only numbers are known here")
         config[name] = value.number
-    data = [
-        Datum(
-            _tokens(datum.model_input),
-            {name: _dense(name, tensor) for name, tensor in datum.loss_fn_inputs.items()},
-        )
-        for datum in sent.data
-    ]
     return ForwardBackward(
-        sent.model_id, sent.seq_id or None, data, sent.loss_fn, config, sent.forward_only
+        model_id=message.model_id,
+        seq_id=message.seq_id or None,
+        data=[_datum(datum) for datum in message.data],
+        loss_fn=message.loss_fn,
+        config=config,
+        forward_only=message.forward_only,
     )
+
+
+def _datum(message: Any) -> Datum:
+    inputs = {name: _dense(name, tensor) for name, tensor in message.loss_fn_inputs.items()}
+    return Datum(_tokens(message.model_input), inputs)
 
 
 def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
     """Encode a ``ForwardBackwardOutput``: float32 ``[positions]`` of each datum."""
-    offsets = np.cumsum([0, *(part.nbytes for part in logprobs)], dtype="<i8")
     message = _messages()["ForwardBackwardOutput"](
-        loss_fn_output_type="ArrayRecord", metrics=dict(metrics)
+        loss_fn_output_type="ArrayRecord",
+        metrics=dict(metrics),
     )
-    tensor = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs)).fields[
-        "logprobs"
-    ]
+    output = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
+    # All data share one tensor: the datum of index i has the bytes from offset i to offset i + 1.
+    offsets = np.zeros(len(logprobs) + 1, "<i8")
+    offsets[1:] = np.cumsum([values.nbytes for values in logprobs])
+    tensor = output.fields["logprobs"]
     tensor.data = b"".join(map(np.ndarray.tobytes, logprobs))
     tensor.offsets = offsets.tobytes()
     tensor.dtype = FLOAT32
@@ -81,7 +95,8 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str,
 
 
 def write_samples(
-    sequences: Sequence[JsonMapping], prompt_logprobs: Sequence[float] | None
+    sequences: Sequence[JsonMapping],
+    prompt_logprobs: Sequence[float] | None,
 ) -> bytes:
     """Encode a ``SampleResponse`` from its JSON form."""
     message = _messages()["SampleResponse"]()
@@ -91,8 +106,11 @@ def write_samples(
             tokens=np.array(sequence["tokens"], "<i4").tobytes(),
             logprobs=np.array(sequence["logprobs"], "<f4").tobytes(),
         )
-    if prompt_logprobs is not None:  # the first token has none
-        message.prompt_logprobs = np.array([np.nan, *prompt_logprobs], "<f4").tobytes()
+    if prompt_logprobs is not None:
+        # The first token has none.
+        values = np.full(len(prompt_logprobs) + 1, np.nan, "<f4")
+        values[1:] = prompt_logprobs
+        message.prompt_logprobs = values.tobytes()
     return bytes(message.SerializeToString())
 
 
@@ -102,20 +120,19 @@ def _parse(body: bytes, kind: str = "ForwardBackwardRequest") -> Any:
     try:
         return _messages()[kind].FromString(body)
     except DecodeError as error:
-        raise UserError(
-            "body", f"{len(body)} bytes", f"is not a ForwardBackwardRequest ({error})"
-        ) from error
+        problem = f"is not a ForwardBackwardRequest ({error})"
+        raise UserError("body", f"{len(body)} bytes", problem) from error
 
 
 def _tokens(chunks: Sequence[Any]) -> list[int]:
+    # To leave out an image would train on another prompt than was sent.
     if not all(chunk.HasField("encoded_text") for chunk in chunks):
         raise UserError("model_input", "image or sound", "only token ids are known here")
+    tokens: list[int] = []
     try:
-        return [
-            int(token)
-            for chunk in chunks
-            for token in np.frombuffer(chunk.encoded_text.tokens, "<i4")
-        ]
+        for chunk in chunks:
+            tokens += np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist()
+        return tokens
     except ValueError as error:
         raise UserError("model_input", "tokens", f"are not int32 ({error})") from error
 
@@ -126,10 +143,10 @@ def _dense(name: str, tensor: Any) -> np.ndarray:
     dtype = DTYPES[tensor.dtype]
     shape = tuple(tensor.shape)
     if tensor.HasField("sparse_csr"):
-        raise UserError(
-            f"loss_fn_inputs.{name}", f"sparse {list(shape)}", "only dense tensors are known here"
-        )
+        value = f"sparse {list(shape)}"
+        raise UserError(f"loss_fn_inputs.{name}", value, "only dense tensors are known here")
     try:
+        # A tensor without a shape has one dimension.
         return np.frombuffer(tensor.dense, dtype).reshape(shape or -1)
     except ValueError as error:
         size = f"{len(tensor.dense)} bytes as {dtype} {list(shape)}"
@@ -138,10 +155,12 @@ def _dense(name: str, tensor: Any) -> np.ndarray:
 
 @functools.cache
 def _messages() -> JsonObject:
-    """Create a class for each message of `SCHEMA`, in a separate pool, as the client library may be loaded, too."""
+    """Create a class for each message of `SCHEMA`.
+
+    They are in a pool of their own, as the client library, which has the same names, may be loaded.
+    """
     from google.protobuf import descriptor_pb2, message_factory, text_format
 
     file = text_format.Parse(SCHEMA.read_text(), descriptor_pb2.FileDescriptorProto())
-    return {
-        name.rpartition(".")[2]: kind for name, kind in message_factory.GetMessages([file]).items()
-    }
+    classes = message_factory.GetMessages([file])
+    return {name.rpartition(".")[2]: message for name, message in classes.items()}

@@ -1,12 +1,16 @@
 """The process of one session, with HTTP on the main thread and torch on another::
 
-    TUNELOOP_SESSION_KEY=… python -m tuneloop.gateway.worker --session team-a.session-1 --artifacts URL --port 8000
+    TUNELOOP_SESSION_KEY=… python -m tuneloop.gateway.worker --session team-a.session-1 \\
+        --artifacts URL --port 8000
 
-It answers the gateway, which knows the key (header ``X-Session-Key``). Tinker's client library calls ``/api/v1/…``: a
-``POST`` that computes answers ``{"request_id"}`` at once, and ``retrieve_future`` has the result. With ``--lease`` it
-computes only while it holds its group's lease (`tuneloop.sharing.leases`), as long as requests follow one another.
-At SIGTERM, and after ``--idle`` seconds without a request, it executes its accepted requests, and saves the models
-(`Worker.drain`). Exit codes: 0 after that; 1 if the models on the device are lost; 75 if it lost its lease."""
+It answers the gateway, which knows the key (header ``X-Session-Key``). Tinker's client library
+calls ``/api/v1/…``: a ``POST`` that computes answers ``{"request_id"}`` at once, and
+``retrieve_future`` has the result. With ``--lease`` it computes only while it holds its group's
+lease (`tuneloop.sharing.leases`), as long as requests follow one another. At SIGTERM, and after
+``--idle`` seconds without a request, it executes its accepted requests, and saves the models
+(`Worker.drain`). Exit codes: 0 after that; 1 if the models on the device are lost; 75 if it lost
+its lease.
+"""
 
 import argparse
 import asyncio
@@ -23,7 +27,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,7 +55,8 @@ HEADER = "X-Session-Key"
 SESSION = "X-Session"
 """Header of every answer: the session whose worker answers."""
 TOKENS = "X-Tokens"
-"""Header of a request: the tokens that the session may use today; of an answer: the tokens that it has used."""
+"""Header of a request: the tokens that the session may use today; of an answer: the tokens that it
+has used."""
 VERSION = "X-Weight-Version"
 HEALTH = "/health"
 POLL = 30.0
@@ -60,20 +64,33 @@ POLL = 30.0
 LINGER = 0.5
 """Seconds without a request after which the lease is released."""
 SHARE = 10.0
-"""Seconds after which the lease is released despite further requests, if another run waits for it."""
+"""Seconds after which the lease is released despite further requests, if another run waits for
+it."""
 
 FETCH_S = 15.0
 """Seconds to wait at the end until results are fetched; a live client polls all the time."""
 MARGIN_S = 5.0
 """Seconds of the grace period that are kept for the exit itself."""
+LOOK_S = 0.05
+"""Seconds between two looks at the requests that are left at the end."""
 
 log = logging.getLogger("tuneloop.session")
 
 
 class Worker:
-    """The requests of a `Session`, over HTTP."""
+    """The requests of a `Session`, over HTTP.
+
+    Attributes:
+        heard: when the last request came, by `time.monotonic`.
+        stopping: is set once nothing more is to be computed.
+        failed: whether the models on the device are lost.
+        thread: computes, and owns the models.
+    """
 
     def __init__(self, session: Session, key: str, lease_group: "LeaseGroup | None" = None) -> None:
+        """Serve `session` to those who send `key`; with a `lease_group`, compute only under its
+        lease.
+        """
         self.session = session
         self.key = key
         self.lease_group = lease_group
@@ -117,14 +134,15 @@ class Worker:
 
     async def forward_backward(self, request: Request) -> dict[str, str]:
         """Queue a request in protobuf, or the same as JSON."""
+        # The body itself identifies the request, so it is not parsed by FastAPI.
         body = await request.body()
         proto = request.headers.get("content-type", "").startswith(wire.PROTOBUF)
         with self._numbered(body, proto) as ids:
             if proto:
-                wanted = wire.read_forward_backward(body)
+                message = wire.read_forward_backward(body)
             else:
-                wanted = messages.JsonForwardBackward.model_validate_json(body).read()
-            ids.append(self.session.forward_backward(body, wanted))
+                message = messages.JsonForwardBackward.model_validate_json(body).read()
+            ids.append(self.session.forward_backward(body, message))
         return {"request_id": ids[0], "model_id": ids[0].rpartition(":")[0]}
 
     def create_sampling(self, body: messages.CreateSampling) -> dict[str, str]:
@@ -135,33 +153,29 @@ class Worker:
         }
 
     async def retrieve(
-        self, request: Request, request_id: Annotated[str, Body(embed=True)] = ""
+        self,
+        request: Request,
+        request_id: Annotated[str, Body(embed=True)] = "",
     ) -> Response:
         """Answer with the result, or with 408 if there is none yet."""
+        ledger = self.session.ledger
         try:
-            future: Future[Any] = self.session.ledger.future(request_id)
-        except Refused as gone:
-            raise Refused(410, str(gone)) from gone
-        settled = asyncio.wrap_future(future)
-        settled.add_done_callback(
-            lambda done: done.exception()
-        )  # else asyncio warns that it was never retrieved
-        await asyncio.wait([settled], timeout=POLL)
+            future = ledger.future(request_id)
+        except Refused as refused:
+            # The client takes 404 for an error of the address.
+            raise Refused(410, str(refused)) from refused
+        done = asyncio.wrap_future(future)
+        # Without a callback asyncio warns of an error that nobody has read.
+        done.add_done_callback(lambda finished: finished.exception())
+        await asyncio.wait([done], timeout=POLL)
         if not future.done():
-            return JSONResponse(
-                {"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408
-            )
-        self.session.ledger.future(request_id)  # the result is fetched now
-        if error := future.exception():
-            mine = not isinstance(error, UserError | Refused)
-            if mine:
-                log.error("%s failed", request_id, exc_info=error)
-            message = (
-                (f"{type(error).__name__}: {error}" if mine else str(error))
-                .encode(errors="replace")
-                .decode()
-            )
-            return JSONResponse({"error": message, "category": "server" if mine else "user"})
+            status = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            return JSONResponse(status, 408)
+        # From now on the result counts as fetched.
+        ledger.future(request_id)
+        error = future.exception()
+        if error:
+            return _describe_failure(request_id, error)
         return _result(future.result(), wire.PROTOBUF in request.headers.get("accept", ""))
 
     async def info(self, model_id: Annotated[str, Body(embed=True)] = "") -> JsonObject:
@@ -169,48 +183,64 @@ class Worker:
         return self.session.info(model_id)
 
     def drain(self, grace_s: float) -> None:
-        """Accept no new requests, execute the accepted ones in half of `grace_s`, save the models in the rest, and wait
-        until results are fetched. A request that waits for an earlier one is dropped."""
+        """Accept no new requests, execute the accepted ones in half of `grace_s`, save the models
+        in the other half, and wait until results are fetched.
+
+        A request that waits for an earlier one is dropped.
+        """
         ledger = self.session.ledger
-        begun = time.monotonic()
+        start = time.monotonic()
         usable_s = grace_s - MARGIN_S
-        half = begun + usable_s / 2
-        deadline = begun + usable_s
+        compute_deadline = start + usable_s / 2
+        deadline = start + usable_s
         ledger.close()
-        log.info(
-            "is ending: accepts no new requests, and has %d left to execute", ledger.count_open()[0]
-        )
-        while ledger.count_open()[0] and time.monotonic() < half and self.thread.is_alive():
-            time.sleep(0.05)
+        count = ledger.count_open().undone
+        log.info("is ending: accepts no new requests, and has %d left to execute", count)
+        while ledger.count_open().undone and self.thread.is_alive():
+            if time.monotonic() >= compute_deadline:
+                break
+            time.sleep(LOOK_S)
         try:
             self.session.save_models().result(max(0.0, deadline - time.monotonic()))
         except Exception as error:
             log.error("models could not be saved (%s: %s)", type(error).__name__, error)
         deadline = min(deadline, time.monotonic() + FETCH_S)
-        while ledger.count_open()[2] and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if any(left := ledger.count_open()):
+        while ledger.count_open().unfetched and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        counts = ledger.count_open()
+        if any(counts):
             log.error(
-                "ends with %d requests not done, %d that wait for an earlier one, %d results not fetched",
-                *left,
+                "ends with %d requests not done, %d that wait for an earlier one, "
+                "%d results not fetched",
+                counts.undone,
+                counts.blocked,
+                counts.unfetched,
             )
 
     def _queued(self, kind: type[BaseModel], submit: Callable[[Any], str]) -> Callable[..., Any]:
+        """Return a route that parses a body as `kind`, and answers with what `submit` returns."""
+
         async def answer(request: Request) -> JsonObject:
             body = await request.body()
             samples = 0
-            with self._numbered(body) as requests:
-                wanted = kind.model_validate_json(body)
-                requests.append(submit(wanted))
-                samples = getattr(wanted, "num_samples", 0)
-            ids = [f"{requests[0]}:{i}" for i in range(samples)]
-            return {"request_id": requests[0], **({"sample_sequence_ids": ids} if ids else {})}
+            with self._numbered(body) as ids:
+                message = kind.model_validate_json(body)
+                ids.append(submit(message))
+                samples = message.num_samples if isinstance(message, messages.Sample) else 0
+            response: JsonObject = {"request_id": ids[0]}
+            if samples:
+                response["sample_sequence_ids"] = [f"{ids[0]}:{i}" for i in range(samples)]
+            return response
 
         return answer
 
     @contextlib.contextmanager
     def _numbered(self, body: bytes, proto: bool = False) -> Iterator[list[str]]:
-        """Collect a request's id. A request to a model that fails inside gets an id, too, whose result is the error."""
+        """Collect a request's id.
+
+        A request to a model that fails inside gets an id, too, whose result is the error: the model
+        would wait for its number.
+        """
         ids: list[str] = []
         try:
             yield ids
@@ -220,33 +250,35 @@ class Worker:
             model, number = wire.read_address(body) if proto else _address(body)
             if not model or number is None:
                 raise
-            refusal = (
-                convert_validation_error(error) if isinstance(error, ValidationError) else error
-            )
-            ids.append(self.session.refuse(body, model, number, refusal))
+            if isinstance(error, ValidationError):
+                error = convert_validation_error(error)
+            ids.append(self.session.refuse(body, model, number, error))
 
     def _guarded(self, app: Any) -> Any:
-        """Return `app` behind the key; all answers, also errors, have the headers `SESSION` and `TOKENS`."""
+        """Return `app` behind the key; all answers, also errors, have the headers `SESSION` and
+        `TOKENS`.
+        """
 
         async def guarded(scope: Any, receive: Any, send: Any) -> None:
-            async def marked(message: Any) -> None:
+            async def send_marked(message: Any) -> None:
                 if message["type"] == "http.response.start":
-                    marks = {SESSION: self.session.id, TOKENS: str(self.session.meter.count(""))}
-                    MutableHeaders(raw=message["headers"]).update(marks)
+                    tokens = str(self.session.meter.count(""))
+                    headers = MutableHeaders(raw=message["headers"])
+                    headers.update({SESSION: self.session.id, TOKENS: tokens})
                 await send(message)
 
             if scope["type"] == "http" and scope["path"] != HEALTH:
                 headers = Headers(scope=scope)
                 if not hmac.compare_digest(headers.get(HEADER, "").encode(), self.key.encode()):
                     refusal = JSONResponse({"error": f"{HEADER}: is not this session's"}, 401)
-                    return await refusal(scope, receive, marked)
-                scope.setdefault("state", {})["caller"] = self.session.id  # for `TimedProtocol`
+                    return await refusal(scope, receive, send_marked)
+                # `TimedProtocol` closes the connections of strangers.
+                scope.setdefault("state", {})["caller"] = self.session.id
                 self.session.token_limit = float(headers.get(TOKENS, "inf"))
-                if not scope["path"].endswith(
-                    "/session_heartbeat"
-                ):  # sent as long as a notebook is open
+                # A heartbeat comes as long as a notebook is open, used or not.
+                if not scope["path"].endswith("/session_heartbeat"):
                     self.heard = time.monotonic()
-            await app(scope, receive, marked)
+            await app(scope, receive, send_marked)
 
         return guarded
 
@@ -254,32 +286,33 @@ class Worker:
         """Compute on the thread that owns the models."""
         ledger = self.session.ledger
         while not self.stopping.is_set():
-            if not (entries := ledger.take(1.0)):
+            entries = ledger.take(1.0)
+            if not entries:
                 continue
             try:
                 with self._hold_lease() as lease:
-                    look = time.monotonic() + SHARE
+                    shared_until = time.monotonic() + SHARE
                     while entries:
                         if lease:
                             lease.check()
                         self.session.do(entries)
                         entries = []
-                        if self.lease_group and time.monotonic() > look:
+                        if self.lease_group and time.monotonic() > shared_until:
                             if self.lease_group.read().waiting:
                                 break
-                            look = time.monotonic() + SHARE
+                            shared_until = time.monotonic() + SHARE
                         entries = ledger.take(LINGER)
-            except Retryable as lost:  # the requests were not begun
+            except Retryable as lost:
+                # The requests were not begun.
                 log.warning("%s; requests the lease again", lost)
                 ledger.put_first(entries)
-            except UserError as error:  # the lease is refused: the group has another policy
-                for entry in entries:
-                    ledger.finish(entry, error=error)
-            except Exception as error:  # sleep or wake failed: the state of the device is unknown
+            except UserError as error:
+                # The lease is refused, as the group has another policy.
+                ledger.fail(entries, error)
+            except Exception as error:
+                # Sleep or wake failed, so the state of the device is unknown.
                 log.exception("the session is lost")
-                for entry in entries:
-                    if not entry.future.done():
-                        ledger.finish(entry, error=error)
+                ledger.fail(entries, error)
                 self.failed = True
                 self.stopping.set()
 
@@ -288,13 +321,13 @@ class Worker:
         if self.lease_group is None:
             yield None
             return
-        file = os.environ.get(fencing.VARIABLE)
+        path = os.environ.get(fencing.VARIABLE)
+        file = Path(path) if path else None
         with (
-            self.lease_group.acquire(
-                stop=self.stopping, file=Path(file) if file else None
-            ) as lease,
-            _guarded(lease),
+            self.lease_group.acquire(stop=self.stopping, file=file) as lease,
+            _watch_lease(lease),
         ):
+            # Another run may have used the device since.
             self.session.wake()
             try:
                 yield lease
@@ -307,33 +340,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     options = _parse(sys.argv[1:] if argv is None else argv)
-    if not (key := os.environ.get(KEY, "")):
+    key = os.environ.get(KEY)
+    if not key:
         raise UserError(KEY, None, "is required: set it to a secret, which callers must send")
     lease_group = None
     if options.lease:
-        os.environ[fencing.VARIABLE] = os.path.join(
-            tempfile.mkdtemp(prefix="tuneloop-"), "lease.json"
-        )
+        # Where this process reads its own lease before it commits.
+        directory = tempfile.mkdtemp(prefix="tuneloop-")
+        os.environ[fencing.VARIABLE] = os.path.join(directory, "lease.json")
         lease_group = open_lease_group(
-            options.lease, who=options.session, policy=options.policy, patience=options.patience
+            options.lease,
+            who=options.session,
+            policy=options.policy,
+            patience=options.patience,
         )
-    session = Session(
-        options.session, options.artifacts, lambda: _ranks(options.device), options.sampler
-    )
-    worker = Worker(session, key, lease_group)
-    return _serve(worker, options)
+    open_ranks = functools.partial(_ranks, options.device)
+    session = Session(options.session, options.artifacts, open_ranks, options.sampler)
+    return _serve(Worker(session, key, lease_group), options)
 
 
-def _guarded(lease: "HeldLease") -> contextlib.AbstractContextManager[None]:
-    """End this process as soon as the lease is lost: another run may get the device at any moment."""
+def _watch_lease(lease: "HeldLease") -> contextlib.AbstractContextManager[None]:
+    """End this process as soon as the lease is lost, as another run may get the device then."""
 
-    def guard() -> None:
+    def check() -> None:
         try:
             lease.check()
         except Retryable as lost:
             os._exit(report_error(lost))
 
-    return repeat_in_background(guard, 0.2)
+    return repeat_in_background(check, 0.2)
 
 
 def _ranks(device: str) -> Any:
@@ -349,30 +384,31 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
     """Serve until it is told to end, is idle, or fails; return the exit code."""
     import uvicorn
 
+    # The gateway on this machine binds the port, so that it knows the address at once.
+    is_inherited = options.fd is not None
     listener = (
         socket.socket(fileno=options.fd)
-        if options.fd is not None
+        if is_inherited
         else bind_address(options.host, options.port)
     )
     server = uvicorn.Server(uvicorn.Config(worker.app(), timeout_graceful_shutdown=2, **UVICORN))
 
     def watch() -> None:
-        while time.monotonic() - worker.heard < options.idle and not worker.stopping.wait(
-            min(1.0, options.idle / 4)
-        ):
+        pause_s = min(1.0, options.idle / 4)
+        while time.monotonic() - worker.heard < options.idle:
+            if worker.stopping.wait(pause_s):
+                server.should_exit = True
+                return
+            # The gateway was killed, and its sessions end with it.
             if options.parent and os.getppid() != options.parent:
-                os._exit(0)  # the gateway was killed: do not outlive it
-        if not worker.stopping.is_set():
-            log.info("no request in %g s: ending", options.idle)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        server.should_exit = True
+                os._exit(0)
+        log.info("no request in %g s: ending", options.idle)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
     worker.thread.start()
-    print_diagnostic(
-        f"session {options.session}: http://{options.host}:{listener.getsockname()[1]}", 0
-    )
+    address = f"http://{options.host}:{listener.getsockname()[1]}"
+    print_diagnostic(f"session {options.session}: {address}", 0)
     serve_until_signalled(server, listener, functools.partial(worker.drain, options.grace))
     worker.stopping.set()
     worker.thread.join(2)
@@ -383,15 +419,27 @@ def _address(body: bytes) -> tuple[str, int | None]:
     """Read model and number of a request in JSON, if it has them."""
     with contextlib.suppress(ValueError):
         value = json.loads(body)
-        if (
-            isinstance(value, dict)
-            and isinstance(value.get("seq_id"), int)
-            and 0 <= value["seq_id"] < 2**31
-        ):
-            return str(value.get("model_id") or "").encode().decode(), value[
-                "seq_id"
-            ]  # or no UTF-8: a ValueError
+        number = value.get("seq_id") if isinstance(value, dict) else None
+        if isinstance(number, int) and 0 <= number < 2**31:
+            model = str(value.get("model_id") or "")
+            # Half of a surrogate pair is valid JSON, and no name of a model: it raises ValueError.
+            model.encode()
+            return model, number
     return "", None
+
+
+def _describe_failure(request_id: str, error: BaseException) -> Response:
+    """Answer with an error: a mistake of the user's, or one of this worker, which is logged."""
+    if isinstance(error, UserError | Refused):
+        category = "user"
+        message = str(error)
+    else:
+        category = "server"
+        message = f"{type(error).__name__}: {error}"
+        log.error("%s failed", request_id, exc_info=error)
+    # It may quote half of a surrogate pair, which no JSON in UTF-8 has.
+    text = message.encode(errors="replace").decode()
+    return JSONResponse({"error": text, "category": category})
 
 
 def _result(result: Any, proto: bool) -> Response:
@@ -407,7 +455,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("python -m tuneloop.gateway.worker", __doc__)
     parser.add_argument("--session", required=True, help="<namespace>.<name>")
     parser.add_argument(
-        "--artifacts", required=True, metavar="URL", help="the folder of the session's artifacts"
+        "--artifacts",
+        required=True,
+        metavar="URL",
+        help="the folder of the session's artifacts",
     )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument(
@@ -417,18 +468,29 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="the server to sample from (default: the worker samples itself)",
     )
     parser.add_argument(
-        "--idle", type=float, default=3600.0, help="seconds without a request until it ends"
+        "--idle",
+        type=float,
+        default=3600.0,
+        help="seconds without a request until it ends",
     )
     text = "seconds for accepted requests after SIGTERM; after SIGINT it ends at once"
     parser.add_argument("--grace", type=float, default=120.0, help=text)
     parser.add_argument(
-        "--lease", metavar="URL", help="lease://namespace/group, or a place in the store"
+        "--lease",
+        metavar="URL",
+        help="lease://namespace/group, or a place in the store",
     )
     parser.add_argument(
-        "--policy", default="fifo", choices=["fifo", "lrs"], help="of the group's lease"
+        "--policy",
+        default="fifo",
+        choices=["fifo", "lrs"],
+        help="of the group's lease",
     )
     parser.add_argument(
-        "--patience", type=float, default=30.0, help="of the group's lease, in seconds"
+        "--patience",
+        type=float,
+        default=30.0,
+        help="of the group's lease, in seconds",
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which")
@@ -446,4 +508,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # the thread that computes may be in a step
+    # The thread that computes may be in a step.
+    os._exit(code)

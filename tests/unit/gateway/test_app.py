@@ -27,7 +27,7 @@ from tuneloop.gateway.access import Caller, TokenFile
 from tuneloop.gateway.app import Gateway, _find_name, build_app
 from tuneloop.gateway.jobs import Jobs, _session
 from tuneloop.gateway.processes import Processes
-from tuneloop.gateway.sessions import Quota, Session, Settings, Wanted, read_settings
+from tuneloop.gateway.sessions import Quota, Session, SessionRequest, Settings, read_settings
 from tuneloop.inference.refusals import Refused
 
 
@@ -235,7 +235,7 @@ def test_a_body_has_its_time_and_all_together_a_limit(
     monkeypatch.setattr(app, "BODY_S", 0.1)
     late = asyncio.run(post(send_slowly()))
     assert late.status_code == 408 and "did not arrive in 0.1 s" in late.json()["error"]
-    assert made.held == 0
+    assert made.held_bytes == 0
 
 
 def test_numbers_have_limits(gateway: SimpleNamespace) -> None:
@@ -296,7 +296,7 @@ def test_over_quota_is_refused_until_one_ends(gateway: SimpleNamespace) -> None:
 def test_what_is_ending_takes_its_part_of_the_quota() -> None:
     """A Job that was deleted is there until its pod is gone."""
     made = Jobs(client.ApiClient(), None)._job(
-        "session-1", Wanted(namespace="a", accelerators=1), "me", "s3://a/b"
+        "session-1", SessionRequest(namespace="a", accelerators=1), "me", "s3://a/b"
     )
     made["metadata"] |= {
         "creationTimestamp": "2026-01-01T00:00:00Z",
@@ -306,7 +306,9 @@ def test_what_is_ending_takes_its_part_of_the_quota() -> None:
     session = _session(client.ApiClient().deserialize(told, "V1Job"), None)
     assert session.phase == "ending" and session.id == "a.session-1"
     with pytest.raises(Refused, match="has 1 of 1 accelerators"):
-        Quota(sessions=2, accelerators=1).check(Wanted(namespace="a", accelerators=1), [session])
+        Quota(sessions=2, accelerators=1).check(
+            SessionRequest(namespace="a", accelerators=1), [session]
+        )
 
 
 def test_an_address_that_somebody_else_has_is_forgotten(tmp_path: Path) -> None:
@@ -320,9 +322,9 @@ def test_an_address_that_somebody_else_has_is_forgotten(tmp_path: Path) -> None:
         made = Gateway(
             Processes(tmp_path, Settings()), TokenFile(tmp_path / "token"), f"{tmp_path}"
         )
-        address, wanted = f"127.0.0.1:{stranger.server_port}", Wanted(namespace="local")
+        address, wanted = f"127.0.0.1:{stranger.server_port}", SessionRequest(namespace="local")
         before = Session("session-0", wanted, "me", "", "running", "", "key", address)
-        made._found[before.id] = before
+        made._running[before.id] = before
         with pytest.raises(Refused, match="its worker has moved") as caught:
             asyncio.run(
                 made.forward(
@@ -334,7 +336,7 @@ def test_an_address_that_somebody_else_has_is_forgotten(tmp_path: Path) -> None:
                     b"{}",
                 )
             )
-        assert caught.value.status == 503 and not made._found
+        assert caught.value.status == 503 and not made._running
 
 
 def test_a_group_is_a_name_of_the_namespace(gateway: SimpleNamespace) -> None:
@@ -343,7 +345,7 @@ def test_a_group_is_a_name_of_the_namespace(gateway: SimpleNamespace) -> None:
         assert refused.status_code == 422 and refused.json()["error"].startswith(
             f"lease_group: {wrong!r}"
         )
-    wanted = Wanted(namespace="a", lease_group="a100", patience=9)
+    wanted = SessionRequest(namespace="a", lease_group="a100", patience=9)
     command = Jobs(client.ApiClient(), None)._job(
         "session-1", wanted, "me", "s3://b/sessions/a/session-1"
     )["spec"]

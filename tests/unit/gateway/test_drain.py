@@ -22,7 +22,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.gateway import worker as module
 from tuneloop.gateway.ledger import Entry
 from tuneloop.gateway.processes import Processes
-from tuneloop.gateway.sessions import Settings, Wanted, WorkerPod
+from tuneloop.gateway.sessions import SessionRequest, Settings, WorkerPod
 from tuneloop.gateway.worker import Worker
 from tuneloop.inference.refusals import Refused
 
@@ -125,7 +125,8 @@ def test_a_session_ends_behind_what_its_owner_asked_for(gateway: SimpleNamespace
     """It counts as ended at once; its results are there until it is gone, its process then is no more."""
     session, asked, log = begin_session(gateway, "a")
     (worker,) = subprocess.run(
-        ["pgrep", "-f", f"worker --session {session}"], capture_output=True
+        ["pgrep", "-P", str(gateway.process.pid), "-f", f"worker --session {session}"],
+        capture_output=True,
     ).stdout.split()
     assert gateway.http.delete(f"/v1/sessions/{session}").status_code == 204
     assert gateway.http.get("/v1/sessions").json() == {"sessions": []}
@@ -175,7 +176,12 @@ def test_nobody_takes_the_place_of_one_that_ends_and_one_that_hangs_is_killed(
     tmp_path: Path,
 ) -> None:
     processes = Processes(tmp_path, Settings(), "cpu")
-    place = ("session-1", Wanted(namespace="local"), "me", f"{tmp_path}/sessions/local/session-1")
+    place = (
+        "session-1",
+        SessionRequest(namespace="local"),
+        "me",
+        f"{tmp_path}/sessions/local/session-1",
+    )
     try:
         processes.create(*place)
         first = freeze(processes.children["session-1"].process)

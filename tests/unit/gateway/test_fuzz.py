@@ -21,7 +21,7 @@ from tuneloop.gateway.app import Gateway, build_app
 from tuneloop.gateway.messages import CreateModel
 from tuneloop.gateway.processes import Processes
 from tuneloop.gateway.session import Session
-from tuneloop.gateway.sessions import Quota, Settings, Wanted
+from tuneloop.gateway.sessions import Quota, SessionRequest, Settings
 from tuneloop.gateway.worker import HEADER, Worker
 from tuneloop.training.fsdp.ranks import Ranks
 
@@ -139,7 +139,7 @@ def test_the_gateway_answers_every_session_that_is_asked_for(tmp_path: Path) -> 
         "Authorization": f"Bearer {(tmp_path / 'token').read_text().strip()}",
         "Idempotency-Key": "a",
     }
-    wanted = Wanted(
+    wanted = SessionRequest(
         namespace="local", accelerators=1, display_name="x", lease_group="a"
     ).model_dump()
     tinker = {

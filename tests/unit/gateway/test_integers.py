@@ -19,7 +19,7 @@ BEYOND = (10**30, -(10**30), 2**63, 1e300)
 MODELS = [
     *messages.Body.__subclasses__(),
     AdamParams,
-    sessions.Wanted,
+    sessions.SessionRequest,
     http_api.GenerateBody,
     sandbox_server.Program,
 ]

@@ -44,7 +44,7 @@ def test_bodies_have_a_quota_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     told = "quota: 'local' has 60 of 100 bytes_per_day, and 60 more requested; wait for tomorrow (UTC), or ask"
     assert refused.json()["error"].startswith(told)
     assert asyncio.run(post(40)).status_code == 422, "as many as are left"
-    assert asyncio.run(post(1)).status_code == 429 and made.held == 0
+    assert asyncio.run(post(1)).status_code == 429 and made.held_bytes == 0
     days = int(sessions.time.time() // 86400)
     monkeypatch.setattr(sessions, "time", SimpleNamespace(time=lambda: 86400.0 * (days + 1)))
     assert asyncio.run(post(60)).status_code == 422, "it is tomorrow"

@@ -19,7 +19,7 @@ from tuneloop.gateway.messages import CreateModel, CreateSampling, LoraConfig, O
 from tuneloop.gateway.resident import AdamParams
 from tuneloop.gateway.sampler import SamplerUse
 from tuneloop.gateway.session import Session
-from tuneloop.gateway.sessions import Wanted, read_settings
+from tuneloop.gateway.sessions import SessionRequest, read_settings
 from tuneloop.gateway.wire import Datum, ForwardBackward
 from tuneloop.inference.refusals import Refused
 from tuneloop.training.fsdp.ranks import Ranks
@@ -140,9 +140,9 @@ def test_a_job_knows_the_sampler_and_its_token(tmp_path: Path) -> None:
     jobs.apps = SimpleNamespace(
         patch_namespaced_deployment_scale=lambda *given, **_: told.append(given)
     )
-    pod = jobs._job("session-1", Wanted(namespace="a"), "me", "s3://b/sessions/a/session-1")[
-        "spec"
-    ]["template"]["spec"]
+    pod = jobs._job(
+        "session-1", SessionRequest(namespace="a"), "me", "s3://b/sessions/a/session-1"
+    )["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["command"][-2:] == ["--sampler", "http://shared:8000"]
     assert {"name": VARIABLE, "value": "/sampler/token"} in container["env"]
