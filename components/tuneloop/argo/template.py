@@ -48,13 +48,13 @@ def define_workflow(
         "initContainers": [{"name": "init", **executor}],
     }
     cluster = cluster or Cluster()
-    seats: Any = build_reservation_steps(cluster)
+    steps: Any = build_reservation_steps(cluster)
     return Workflow(
         generate_name=f"{name}-",
         labels=labels,
         annotations={SHARE: cluster.share.model_dump_json()} if cluster.share else None,
-        templates=seats,
-        on_exit=claims.GIVE if seats else None,
+        templates=steps,
+        on_exit=claims.GIVE if steps else None,
         pod_metadata=models.Metadata(labels=labels),
         entrypoint="main",
         arguments=[

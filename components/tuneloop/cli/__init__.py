@@ -1,8 +1,8 @@
 """The command line: ``tuneloop COMMAND``. Each command imports what it needs when it runs.
 
-This package defines flags and output; what a command does is in the packages below it, which do not import this one.
-Exit codes: 0; 2 the user's mistake (one line on standard error); 3 a model that its gate refuses; 75 try again;
-130 interrupted; 1 a bug or a stage that failed.
+This package defines flags and output; what a command does is in the packages below it, which do not
+import this one. Exit codes: 0; 2 the user's mistake (one line on standard error); 3 a model that
+its gate refuses; 75 try again; 130 interrupted; 1 a bug or a stage that failed.
 """
 
 import sys
@@ -56,8 +56,8 @@ def handle_global_options(
         False, "--version", is_eager=True, callback=print_version, help="Print the version."
     ),
 ) -> None:
-    """Post-train language models in loops of resumable stages: on this machine, on Argo, on Kubeflow
-    Pipelines.
+    """Post-train language models in loops of resumable stages: on this machine, on Argo, on
+    Kubeflow Pipelines.
     """
 
 

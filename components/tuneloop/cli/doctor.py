@@ -1,4 +1,6 @@
-"""The command that checks a cluster before anything is submitted: for Argo, and for Kubeflow Pipelines."""
+"""The command that checks a cluster before anything is submitted: for Argo, and for Kubeflow
+Pipelines.
+"""
 
 from dataclasses import asdict
 from pathlib import Path

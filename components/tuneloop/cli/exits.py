@@ -54,7 +54,8 @@ def run_command(command: Callable[[], int | None]) -> int:
         line = errors.shorten_text(message, 400)
         return errors.print_diagnostic(f"error: {line} (see --help)", errors.EXIT_USER)
     except Exception as error:
-        # An error while writing names no file: the free bytes of both folders tell which disk it is.
+        # An error while writing names no file: the free bytes of both folders tell which disk it
+        # is.
         disk = errors.find_disk_error(error, [Path.cwd(), Path(tempfile.gettempdir())])
         if disk:
             return errors.report_error(disk)

@@ -1,4 +1,6 @@
-"""``tuneloop fleet``: rollout workers that do not pull weights, and the graphs of workers of Dynamo's operator."""
+"""``tuneloop fleet``: rollout workers that do not pull weights, and the graphs of workers of
+Dynamo's operator.
+"""
 
 import functools
 import os
@@ -122,8 +124,8 @@ def create_graph(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Create a graph of Dynamo and wait until it is ready; it is deleted again if it does not become
-    ready.
+    """Create a graph of Dynamo and wait until it is ready; it is deleted again if it does not
+    become ready.
 
     It exists until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that is
     deleted with its run.

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from tuneloop.gateway.app import Gateway
 
 GRACE_S = 60
-"""Seconds for running requests after SIGTERM: a request waits for a worker, and for its answer to a poll."""
+"""Seconds for running requests after SIGTERM: a request waits for a worker, and for its answer to a
+poll.
+"""
 
 
 def serve_gateway(

@@ -1,4 +1,6 @@
-"""Commands that read runs: they work during a run, after it, and from another machine with ``--store``."""
+"""Commands that read runs: they work during a run, after it, and from another machine with
+``--store``.
+"""
 
 import json
 import threading

@@ -200,8 +200,8 @@ def build_kfp_pipeline(
     """Build a pipeline by name, and return it in the form that kfp compiles, and its settings.
 
     Raises:
-        UserError: the pipeline has no form for KFP, kfp is not installed, a setting is wrong, or the
-            run would not fit its pods.
+        UserError: the pipeline has no form for KFP, kfp is not installed, a setting is wrong, or
+            the run would not fit its pods.
     """
     from tuneloop.cli.checks import check_limits
     from tuneloop.config.loading import find_pipeline

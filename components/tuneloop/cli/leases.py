@@ -1,4 +1,6 @@
-"""``tuneloop leases``: the holder and the waiters of the device lease in each group of runs that share devices."""
+"""``tuneloop leases``: the holder and the waiters of the device lease in each group of runs that
+share devices.
+"""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""Show a running run: a live table on a terminal, and one line for each stage or iteration that ends."""
+"""Show a running run: a live table on a terminal, and one line for each stage or iteration that
+ends.
+"""
 
 import re
 import sys

@@ -1,4 +1,6 @@
-"""Build an Argo Workflow and a KFP pipeline from the definitions in a pipeline's file, and render such a file."""
+"""Build an Argo Workflow and a KFP pipeline from the definitions in a pipeline's file, and render
+such a file.
+"""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -384,8 +384,8 @@ def push_version(
     ] = False,
     store: STORE = "runs",
 ) -> None:
-    """Upload a version to the Hugging Face hub. It must pass the audit; a model card is made from the
-    run.
+    """Upload a version to the Hugging Face hub. It must pass the audit; a model card is made from
+    the run.
 
     The token is the one of `hf auth login`, or HF_TOKEN.
     """

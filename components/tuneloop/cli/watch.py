@@ -1,4 +1,6 @@
-"""``tuneloop watch``: follow a run, with a live table on a terminal, and elsewhere a line for each commit."""
+"""``tuneloop watch``: follow a run, with a live table on a terminal, and elsewhere a line for each
+commit.
+"""
 
 import math
 import sys

@@ -1,6 +1,8 @@
-"""``tuneloop weights``: the checkpoints of a run, and the weight versions that were published for others to pull.
+"""``tuneloop weights``: the checkpoints of a run, and the weight versions that were published for
+others to pull.
 
-Where a command takes a run's name, it also takes the URL or path of a weights root, which has a ``/`` in it.
+Where a command takes a run's name, it also takes the URL or path of a weights root, which has a
+``/`` in it.
 """
 
 from pathlib import Path
@@ -216,7 +218,9 @@ def _show_published(root: str) -> None:
 
 
 def _verify_published(root: str, version: int | None, base: Path | None) -> int:
-    """Assemble versions and compare every tensor; return 2 where one cannot be assembled, or differs."""
+    """Assemble versions and compare every tensor; return 2 where one cannot be assembled, or
+    differs.
+    """
     from tuneloop.weights.inspect import verify_version
     from tuneloop.weights.versions import Chain
 

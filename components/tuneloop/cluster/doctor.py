@@ -85,7 +85,7 @@ def check_argo(cluster: Connection, workflow: JsonMapping, store: str | None = N
     checks += collect_checks("Argo's controller", check_controller(cluster))
     checks += collect_checks("workflow defaults", check_workflow_defaults(cluster))
     # Only S3 has its settings in these objects: a claim needs none, and others are of the user.
-    is_s3 = store is None or store.startswith("s3:")
+    is_s3 = not store or store.startswith("s3:")
     missing = REFUSED if is_s3 and "claim" not in dict(references) else WARNING
     checks += collect_checks("store", check_store_settings(cluster, "local", missing))
     finders = {

@@ -4,8 +4,8 @@
 
 A workflow engine runs this where it cannot read a job's state itself: Argo for a TrainJob (Argo's
 conditions do not reach into its list of conditions), Kubeflow Pipelines for every job. An existing
-job of the same name is followed, so that an evicted launcher continues where it was. A failed job is
-replaced, which resumes the run; a job that is being deleted is waited for. SIGTERM ends the job,
+job of the same name is followed, so that an evicted launcher continues where it was. A failed job
+is replaced, which resumes the run; a job that is being deleted is waited for. SIGTERM ends the job,
 whose pods commit their resume points, and the launcher exits with 75.
 """
 
@@ -78,8 +78,8 @@ def read_success(status: JsonMapping) -> bool | None:
 def launch_job(
     cluster: Connection, job: JsonMapping, *, poll: float = 1.0, grace: float = 90.0
 ) -> int:
-    """Create `job` unless it exists and has not failed, print the logs of its pods, and wait for its
-    end.
+    """Create `job` unless it exists and has not failed, print the logs of its pods, and wait for
+    its end.
 
     Args:
         cluster: with the namespace of the job.

@@ -1,7 +1,8 @@
-"""Find what would fail on a cluster before anything is created there: one line each, with the remedy.
+"""Find what would fail on a cluster before anything is created there: one line each, with the
+remedy.
 
-An object that the account may not read (403) counts as present, since the workflow runs with another
-account.
+An object that the account may not read (403) counts as present, since the workflow runs with
+another account.
 """
 
 import os
@@ -154,7 +155,9 @@ def _find_missing_rights(cluster: Connection, workflow: JsonMapping) -> Iterator
 
 
 def _find_missing_references(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    """Yield an error for each missing account, Secret, ConfigMap or claim that the workflow requires."""
+    """Yield an error for each missing account, Secret, ConfigMap or claim that the workflow
+    requires.
+    """
     read_by_kind = {
         "service account": cluster.core.read_namespaced_service_account,
         "secret": cluster.core.read_namespaced_secret,
@@ -275,7 +278,8 @@ def _find_resize_problems(cluster: Connection, workflow: JsonMapping) -> Iterato
 
 
 def _find_image_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    """Check the images without a registry in their name: no node can pull them, so one must have them.
+    """Check the images without a registry in their name: no node can pull them, so one must have
+    them.
 
     Registries are not contacted: only the nodes have the network and the credentials for them.
     """
@@ -356,7 +360,9 @@ def _find_store_problems(cluster: Connection, workflow: JsonMapping) -> Iterator
 
 
 def has_store_keys(scheme: str) -> bool:
-    """Return whether this machine has credentials for the store; the pods get theirs from the cluster."""
+    """Return whether this machine has credentials for the store; the pods get theirs from the
+    cluster.
+    """
     return scheme != "s3" or "AWS_ACCESS_KEY_ID" in os.environ
 
 
@@ -376,7 +382,9 @@ REQUIRED: Mapping[str, Find] = {
     "namespace": _find_namespace_problems,
     "Argo Workflows": _find_missing_kinds,
 }
-"""Subject → the function that finds its problems; the first ones must pass before the others can be checked."""
+"""Subject → the function that finds its problems; the first ones must pass before the others can be
+checked.
+"""
 CHECKS: Mapping[str, Find] = {
     "rights": _find_missing_rights,
     "references": _find_missing_references,

@@ -1,4 +1,6 @@
-"""Find queues that would never admit a workflow's requests: Kueue leaves its pods waiting, and reports nothing."""
+"""Find queues that would never admit a workflow's requests: Kueue leaves its pods waiting, and
+reports nothing.
+"""
 
 import json
 import shlex

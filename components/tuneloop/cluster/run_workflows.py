@@ -29,7 +29,8 @@ def prepare_workflow(
     namespace: str = NAMESPACE,
     priority: str | None = None,
 ) -> JsonObject:
-    """Prepare `workflow` as `create_workflow` sends it: named and, with its pods, labelled by its run.
+    """Prepare `workflow` as `create_workflow` sends it: named and, with its pods, labelled by its
+    run.
 
     Args:
         workflow: as it is rendered; it is not changed.

@@ -1,10 +1,11 @@
-"""Run a pipeline again when its data has changed: checked at scheduled times, by the digest of its prompts.
+"""Run a pipeline again when its data has changed: checked at scheduled times, by the digest of its
+prompts.
 
 `schedule` creates a WorkflowTemplate (the pipeline) and a CronWorkflow, which only checks the data:
-it makes the prompts again, compares their digest by this module as its last step, and keeps nothing.
-A run is named ``<name>-<first 8 digits of the prompts' digest>``, so that new data starts a new run,
-data of a finished run is skipped, and a failed run is resumed. Nothing starts while a run is active,
-however many workflows it consists of.
+it makes the prompts again, compares their digest by this module as its last step, and keeps
+nothing. A run is named ``<name>-<first 8 digits of the prompts' digest>``, so that new data starts
+a new run, data of a finished run is skipped, and a failed run is resumed. Nothing starts while a
+run is active, however many workflows it consists of.
 """
 
 import argparse
@@ -200,8 +201,8 @@ def build_data_check_spec(workflow: JsonMapping, name: str) -> JsonObject:
         "arguments": {"parameters": [{"name": "prompts", "value": reference}]},
     }
     main = {"name": "main", "dag": {"tasks": [task, start]}}
-    # A check is no run, so it has neither the label, nor a reservation that an exit handler releases;
-    # the newest checks are kept, whatever their age.
+    # A check is no run, so it has neither the label, nor a reservation that an exit handler
+    # releases; the newest checks are kept, whatever their age.
     spec["podMetadata"]["labels"].pop(RUN_LABEL)
     spec.pop("onExit", None)
     spec.pop("ttlStrategy", None)

@@ -101,7 +101,8 @@ def _build_pod(workflow: JsonMapping, template: JsonMapping) -> JsonObject:
     container = dict(template["container"])
     container["name"] = "serve"
     container["args"] = [word for flag in _read_constant_flags(template).items() for word in flag]
-    # Argo's probe waits for the start of the server; a Deployment's pod is ready or not at any time.
+    # Argo's probe waits for the start of the server; a Deployment's pod is ready or not at any
+    # time.
     container["readinessProbe"] = container["readinessProbe"] | {"failureThreshold": 3}
     for key in ("env", "volumeMounts"):
         container[key] = _drop_run_fields(container[key])

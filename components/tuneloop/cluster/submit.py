@@ -1,7 +1,9 @@
-"""Send a workflow to a cluster and end it, through the Kubernetes API alone: no Argo server is needed.
+"""Send a workflow to a cluster and end it, through the Kubernetes API alone: no Argo server is
+needed.
 
 A run is all workflows that carry its label: the first one, those that resumed it, and those of a
-long loop. What goes wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
+long loop. What goes wrong is one line (`UserError`, `Retryable`), whatever the client library
+raised.
 """
 
 import contextlib
@@ -110,7 +112,8 @@ def check_resumable(workflow: JsonMapping, earlier: Sequence[JsonMapping], run: 
     for previous in earlier:
         recorded |= _read_settings(previous)
     requested = _read_settings(workflow)
-    # A stage that one of the two lacks says nothing: a continued workflow has only those that follow.
+    # A stage that one of the two lacks says nothing: a continued workflow has only those that
+    # follow.
     common = recorded.keys() & requested.keys()
     differing = find_differences(
         {key: value for key, value in requested.items() if key in common},

@@ -34,7 +34,9 @@ from tuneloop.runs.tracking import find_phase
 POLL_S = 2.0
 """Seconds between two looks at a run that may be stopped early."""
 STOPPED = "stopped"
-"""The file below a run's URL that says why it was stopped early. A sweep does not resume a run that has this file."""
+"""The file below a run's URL that says why it was stopped early. A sweep does not resume a run that
+has this file.
+"""
 ENDED = ("succeeded", STOPPED)
 
 

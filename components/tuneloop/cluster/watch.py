@@ -1,4 +1,6 @@
-"""Follow a run on a cluster: its nodes, under the local executor's names, why pods wait, and their logs."""
+"""Follow a run on a cluster: its nodes, under the local executor's names, why pods wait, and their
+logs.
+"""
 
 import re
 import threading

@@ -39,7 +39,7 @@ def claim_of(made: dict[str, Any], name: str) -> dict[str, str]:
     return claim
 
 
-def test_every_part_of_a_long_run_takes_its_seats_first_and_gives_them_back() -> None:
+def test_every_part_of_a_long_run_makes_its_reservations_first_and_releases_them() -> None:
     made = grpo("cluster.share.roles=apart")
     assert list_entry_templates(made) == ["main", "continued"]
     for name in list_entry_templates(made):
@@ -115,7 +115,7 @@ def test_a_placement_of_ones_own_is_refused(at: str, field: str, value: Any) -> 
     )
 
 
-def test_a_workflow_that_would_take_no_seat_is_refused() -> None:
+def test_a_workflow_that_would_reserve_nothing_is_refused() -> None:
     cluster = Cluster(share=Share(group="demo", device_class="gpu.example.com"))
     with define_workflow("forgotten") as built:
         stage = stage_template(find_pipeline("grpo").module.rollout, {}, cluster=cluster)
@@ -140,7 +140,7 @@ def test_what_cannot_share_says_so() -> None:
         find_pipeline("grpo").configure(sets=["cluster.share.group=demo", "cluster.share.count=2"])
 
 
-def test_a_schedule_only_looks_and_holds_no_seat() -> None:
+def test_a_schedule_only_looks_and_reserves_nothing() -> None:
     made = prepare_workflow(grpo(), run="nightly", store="s3://a/b")
     spec = build_data_check_spec(made, "nightly")
     assert "onExit" not in spec and "take-claim" not in {each["name"] for each in spec["templates"]}
@@ -165,7 +165,7 @@ def test_requests_are_small_limits_big_and_what_cannot_fit_is_refused() -> None:
 
 
 def test_one_machine_has_no_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same workflow, without a cluster: the group's name stands for the claim's, also for its turns."""
+    """The same workflow, without a cluster: the group's name stands for the claim's, also for its leases."""
     monkeypatch.chdir(tmp_path)
     cluster = Cluster(share=Share(group="demo", device_class="gpu.example.com"))
     using = copy.copy(data_prep)

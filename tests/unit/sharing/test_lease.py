@@ -105,8 +105,8 @@ def test_a_namespace_that_is_not_there(cluster: Connection) -> None:
 def test_a_lease_that_went_away_under_a_writer_is_made_anew(
     cluster: Connection, server: Server
 ) -> None:
-    turns = LeaseGroup(KubernetesLease(cluster, "g"), "g", who="a", patience=30)
-    turns.update(lambda document: document.add_waiter("a.1", "a"))
+    group = LeaseGroup(KubernetesLease(cluster, "g"), "g", who="a", patience=30)
+    group.update(lambda document: document.add_waiter("a.1", "a"))
     seen: list[int] = []
 
     def ask(document: LeaseQueue) -> LeaseQueue:
@@ -114,9 +114,9 @@ def test_a_lease_that_went_away_under_a_writer_is_made_anew(
         server.leases.clear()
         return document.add_waiter("a.2", "a")
 
-    turns.update(ask)
-    assert seen == [1, 0] and [seat.ticket for seat in turns.read().waiting] == ["a.2"]
-    turns.release_all()
+    group.update(ask)
+    assert seen == [1, 0] and [request.ticket for request in group.read().waiting] == ["a.2"]
+    group.release_all()
     assert not server.leases
 
 
@@ -137,24 +137,27 @@ def test_what_the_group_will_refuse_is_said_before(cluster: Connection, server: 
 
 
 def test_a_number_is_nobody_s_again(cluster: Connection, server: Server) -> None:
-    """Not after the Lease went with its last seat, nor after it was deleted; not even under a ticket that is good."""
+    """Not after the Lease went with its last request, nor after it was deleted.
 
-    def turns(who: str) -> LeaseGroup:
+    Not even under a ticket that is good.
+    """
+
+    def open_group(who: str) -> LeaseGroup:
         return LeaseGroup(KubernetesLease(cluster, "g"), "g", who=who, patience=3600)
 
-    late = turns("a").wait_for_grant("a.1", 60, threading.Event())  # and is frozen
-    turns("a").release_all()
+    late = open_group("a").wait_for_grant("a.1", 60, threading.Event())  # and is frozen
+    open_group("a").release_all()
     assert not server.leases
     numbers = [late.number]
     for _ in range(3):
-        with turns("b").acquire(timeout=60) as held:
+        with open_group("b").acquire(timeout=60) as held:
             numbers.append(held.number)
         assert not server.leases
-        with turns("b").acquire(timeout=60) as held:
+        with open_group("b").acquire(timeout=60) as held:
             numbers.append(held.number)
             server.leases.clear()
     assert numbers == sorted(set(numbers))
-    with turns("b").acquire(timeout=60) as held:
+    with open_group("b").acquire(timeout=60) as held:
         assert server.leases["tuneloop-lease-g"]["spec"]["leaseTransitions"] == 1
         for stale in (late, HeldLease(held.group, held.ticket, late.number, held.renewed)):
             with pytest.raises(
@@ -164,10 +167,10 @@ def test_a_number_is_nobody_s_again(cluster: Connection, server: Server) -> None
         assert held.renew().group.read().holder
 
 
-def test_what_the_turns_of_any_claim_of_the_group_will_refuse_is_said_before(
+def test_what_the_leases_of_any_claim_of_the_group_will_refuse_is_said_before(
     cluster: Connection, server: Server
 ) -> None:
-    """On which of them a run will sit is known once it has taken its seat, and then it is too late."""
+    """Which of them a run reserves is known once it has its reservation, and then it is too late."""
     made = grpo("cluster.share.roles=apart", "cluster.share.policy=lrs")
     assert list(_find_lease_problems(cluster, made)) == []
     server.claims = [
