@@ -12,6 +12,7 @@ from typing import Any
 
 from tuneloop.cli.pipeline_file import make_builders, render_file
 from tuneloop.config.pipeline import SET_BY_PIPELINE, PipelineConfig, Tokenize
+from tuneloop.config.trainer import TRAINER_SETTINGS, TrainerConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.evaluate import evaluate
@@ -22,15 +23,17 @@ from tuneloop.stages.sft import sft
 from tuneloop.stages.tokenize_data import tokenize_data
 from tuneloop.workflow.loop import Graph, StageSpec
 
-TUNING = sft.settings(without=SET_BY_PIPELINE)
+GIVEN = {*SET_BY_PIPELINE, *TRAINER_SETTINGS}
+TUNING = sft.settings(without=GIVEN)
 
 Config: Any = PipelineConfig.with_sections(
     tokenize=(Tokenize, False),
     data=data_prep.settings(without=SET_BY_PIPELINE),
     model=base_model.settings(without=SET_BY_PIPELINE),
+    trainer=TrainerConfig,
     sft=(TUNING | None, TUNING()),
-    reference=reference_logprobs.settings(without={*SET_BY_PIPELINE, "mismatched_pairs"}),
-    preference=preference.settings(without=SET_BY_PIPELINE),
+    reference=reference_logprobs.settings(without={*GIVEN, "mismatched_pairs"}),
+    preference=preference.settings(without=GIVEN),
     evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
     export=export.settings(),
 )
@@ -51,6 +54,12 @@ def choose_sizes(data: Any) -> Any:
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages with their parameters."""
     required = ["sft", "preference"] if config.sft else ["preference"]
+    trainer = config.trainer
+    tuning: list[StageSpec] = []
+    if config.tokenize:
+        tuning.append(StageSpec(tokenize_data))
+    if config.sft:
+        tuning.append(StageSpec(sft, config.sft, trainer=trainer, processes=config.processes))
     mismatched = config.preference.algorithm == "kto"
     return [
         StageSpec(data_prep, choose_sizes(config.data), required=required),
@@ -60,10 +69,11 @@ def stages(config: Config) -> list[StageSpec]:
             model=config.base_model,
             completion_tokens={"eval": config.evaluate.max_tokens},
         ),
-        *([StageSpec(tokenize_data)] if config.tokenize else []),
-        *([StageSpec(sft, config.sft, processes=config.processes)] if config.sft else []),
-        StageSpec(reference_logprobs, config.reference, mismatched_pairs=mismatched),
-        StageSpec(preference, config.preference, processes=config.processes),
+        *tuning,
+        StageSpec(
+            reference_logprobs, config.reference, trainer=trainer, mismatched_pairs=mismatched
+        ),
+        StageSpec(preference, config.preference, trainer=trainer, processes=config.processes),
         StageSpec(evaluate, config.evaluate, engine="transformers"),
         StageSpec(export, config.export),
     ]

@@ -20,6 +20,7 @@ from typing import Any
 from tuneloop.cli.pipeline_file import make_builders, render_file
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import SET_BY_PIPELINE
+from tuneloop.config.trainer import TRAINER_SETTINGS, TrainerConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.deploy_model import deploy_model
@@ -37,7 +38,8 @@ Config: Any = LoopPipelineConfig.with_sections(
     model=base_model.settings(without=GIVEN),
     rollout=rollout.settings(without=GIVEN, max_tokens=8),
     reward=reward.settings(),
-    update=policy_update.settings(without=GIVEN),
+    trainer=TrainerConfig,
+    update=policy_update.settings(without={*GIVEN, *TRAINER_SETTINGS}),
     evaluate=evaluate.settings(without=GIVEN, max_tokens=8),
     export=export.settings(),
     deploy=(deploy_model.settings() | None, None),
@@ -81,7 +83,6 @@ def stages(config: Config, required: Sequence[str] = ("train",)) -> list[StageSp
     if publication:
         first["publish_weights"] = publication.has_base_version
         first["weight_encoding"] = publication.encoding
-    ranks = {"processes": config.processes, "nodes": config.nodes}
     return [
         StageSpec(data_prep, config.data, required=list(required)),
         StageSpec(
@@ -99,7 +100,14 @@ def stages(config: Config, required: Sequence[str] = ("train",)) -> list[StageSp
         StageSpec(export, config.export),
         StageSpec(rollout, config.rollout, **engine),
         StageSpec(reward, config.reward),
-        StageSpec(policy_update, config.update, max_staleness=config.max_staleness, **ranks),
+        StageSpec(
+            policy_update,
+            config.update,
+            trainer=config.trainer,
+            processes=config.processes,
+            nodes=config.nodes,
+            max_staleness=config.max_staleness,
+        ),
         *([StageSpec(deploy_model, config.deploy)] if config.deploy else []),
     ]
 

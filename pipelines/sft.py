@@ -7,6 +7,7 @@ from typing import Any
 
 from tuneloop.cli.pipeline_file import make_builders, render_file
 from tuneloop.config.pipeline import SET_BY_PIPELINE, Nodes, PipelineConfig, Tokenize
+from tuneloop.config.trainer import TRAINER_SETTINGS, TrainerConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.evaluate import evaluate
@@ -20,7 +21,8 @@ Config: Any = PipelineConfig.with_sections(
     tokenize=(Tokenize, False),
     data=data_prep.settings(without=SET_BY_PIPELINE),
     model=base_model.settings(without=SET_BY_PIPELINE),
-    sft=sft.settings(without=SET_BY_PIPELINE),
+    trainer=TrainerConfig,
+    sft=sft.settings(without={*SET_BY_PIPELINE, *TRAINER_SETTINGS}),
     evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
     export=export.settings(),
 )
@@ -28,7 +30,9 @@ Config: Any = PipelineConfig.with_sections(
 
 def list_tuning_stages(config: Any) -> list[StageSpec]:
     """Return `sft`, and `tokenize_data` if it is enabled: the stages of a pipeline that begins with fine-tuning."""
-    tuned = StageSpec(sft, config.sft, processes=config.processes, nodes=config.nodes)
+    tuned = StageSpec(
+        sft, config.sft, trainer=config.trainer, processes=config.processes, nodes=config.nodes
+    )
     return [StageSpec(tokenize_data), tuned] if config.tokenize else [tuned]
 
 

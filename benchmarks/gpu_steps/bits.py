@@ -26,7 +26,7 @@ def finish(child: subprocess.Popen[str]) -> None:
 
 
 def run(step: Step) -> None:
-    settings: dict[str, Any] = {"update.dtype": "bfloat16", "sft.dtype": "bfloat16"}
+    settings: dict[str, Any] = {"trainer.dtype": "bfloat16"}
     calm = start(command("run", "sft_then_grpo", "--run", "calm", store=step.work, **settings))
     killed = start(command("run", "sft_then_grpo", "--run", "killed", store=step.work, **settings))
     first = step.work / "killed" / "iterations" / "1" / "policy-update" / "manifest.json"

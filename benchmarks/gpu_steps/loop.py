@@ -54,8 +54,8 @@ def list_settings(step: Step) -> dict[str, Any]:
         "evaluate.max_tokens": MAX_TOKENS,
         "update.learning_rate": 3e-5,
         "update.warmup_steps": 0,
-        "update.dtype": "bfloat16",
-        "update.per_device_train_batch_size": 4 if step.small else 128,
+        "trainer.dtype": "bfloat16",
+        "trainer.per_device_train_batch_size": 4 if step.small else 128,
         "loop.iterations": 1 if step.small else 14,
         "loop.target_reward": 2,
     }

@@ -106,13 +106,13 @@ def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(
 
 
 LOOP = [
-    *("engine.kind=transformers", "loop.iterations=2", "nodes=2", "update.device=cpu"),
+    *("engine.kind=transformers", "loop.iterations=2", "nodes=2", "trainer.device=cpu"),
     *("data.source_args={digits: 2}", "data.train=16", "data.eval=4", "data.sft=0"),
     *(
         "data.rewards={length_penalty: 1}",
         "data.reward_args={length_penalty: {max_length: 24, buffer: 20}}",
     ),
-    *("rollout.prompts_per_iteration=4", "rollout.n=4", "update.per_device_train_batch_size=4"),
+    *("rollout.prompts_per_iteration=4", "rollout.n=4", "trainer.per_device_train_batch_size=4"),
     *(f"cluster.{role}={{cpu: 100m, memory: 2560Mi}}" for role in ROLES),
     f"cluster.images={IMAGES}",
 ]

@@ -36,9 +36,9 @@ SETTINGS = [
         "data.eval=4",
         "data.sft=32",
         "sft.max_steps=4",
-        "sft.per_device_train_batch_size=4",
+        "trainer.per_device_train_batch_size=4",
     ),
-    *("sft.device=cpu", "nodes=2", f"cluster.images={IMAGES}"),
+    *("trainer.device=cpu", "nodes=2", f"cluster.images={IMAGES}"),
     *(f"cluster.{role}={{cpu: 100m, memory: 2Gi}}" for role in ("trainer", "cpu")),
 ]
 

@@ -38,7 +38,7 @@ DATA = [
     "data.sft=40",
     "evaluate.limit=8",
 ]
-SFT = ["sft.max_steps=20", "sft.save_steps=10", "sft.per_device_train_batch_size=16"]
+SFT = ["sft.max_steps=20", "sft.save_steps=10", "trainer.per_device_train_batch_size=16"]
 LOOP = [
     "engine.kind=transformers",
     "engine.args={}",

@@ -25,7 +25,7 @@ SMALL = [
     *("engine.kind=transformers", "engine.args={}", "loop.iterations=2", "evaluate.limit=8"),
     *("data.source_args={digits: 2}", "data.train=40", "data.eval=8", "data.sft=40"),
     *("rollout.prompts_per_iteration=4", "rollout.n=4"),
-    *("sft.max_steps=100", "sft.save_steps=10", "sft.per_device_train_batch_size=16"),
+    *("sft.max_steps=100", "sft.save_steps=10", "trainer.per_device_train_batch_size=16"),
 ]
 
 

@@ -19,7 +19,7 @@ SMALL = {
     "data.source_args.digits": 2,
     "sft.max_steps": 30,
     "sft.save_steps": 10,
-    "sft.per_device_train_batch_size": 16,
+    "trainer.per_device_train_batch_size": 16,
     "rollout.prompts_per_iteration": 4,
     "rollout.n": 4,
     "loop.iterations": 3,

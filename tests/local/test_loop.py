@@ -45,7 +45,7 @@ def test_same_seed_same_weights_at_every_grain_other_seed_other_weights(tmp_path
 
 @pytest.mark.slow
 def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
-    halves = {"processes": 2, "sft.per_device_train_batch_size": 8, "loop.iterations": 1}
+    halves = {"processes": 2, "trainer.per_device_train_batch_size": 8, "loop.iterations": 1}
     finish(command("run", "sft_then_grpo", "--run", "two", store=tmp_path, **halves))
     two = Artifact(f"{tmp_path}/two/sft").manifest
     whole = {**two.params, "per_device_train_batch_size": 16, "expected_world_size": None}

@@ -130,7 +130,7 @@ SMALL = [
         "sft.warmup_steps=0",
         "evaluate.limit=8",
     ),
-    *("sft.per_device_train_batch_size=16", "sft.adam_beta2=0.99"),
+    *("trainer.per_device_train_batch_size=16", "sft.adam_beta2=0.99"),
 ]
 PAIRS = [
     *(
@@ -139,11 +139,11 @@ PAIRS = [
         "preference.max_steps=3",
         "preference.warmup_steps=0",
     ),
-    "preference.per_device_train_batch_size=8",
+    "trainer.per_device_train_batch_size=8",
 ]
 
 
-TWO = ["processes=2", "sft.per_device_train_batch_size=8"]
+TWO = ["processes=2", "trainer.per_device_train_batch_size=8"]
 
 
 @pytest.mark.parametrize(

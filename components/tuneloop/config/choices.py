@@ -121,7 +121,7 @@ def choose_warmup(draft: Draft, section: str) -> Choice | None:
 def choose_learning_rate(draft: Draft, section: str) -> Choice | None:
     stage = find_stage(draft, section)
     rate = LEARNING_RATES[stage]
-    if draft.get(section, "lora") is None:
+    if not has_adapters(draft, section):
         return Choice(rate, "TRL's, for all parameters")
     # Written as a decimal, so that 10 × 2e-5 is 0.0002.
     return Choice(float(f"{rate * ADAPTER_FACTOR:.6g}"), "ten times TRL's for all parameters: LoRA")
@@ -132,20 +132,43 @@ def find_stage(draft: Draft, section: str) -> str:
     return next(stage for stage in TRAINERS if section in draft.find_sections(stage))
 
 
+def has_adapters(draft: Draft, section: str) -> bool:
+    """Return whether a stage trains adapters."""
+    return draft.get(draft.find_holder(section, "lora"), "lora") is not None
+
+
+def list_training(draft: Draft, section: str, setting: str) -> list[str]:
+    """Return the sections of the stages that a setting of `section` is for: the stage's own, or for
+    ``trainer`` all stages that train and have no such setting themselves."""
+    if section != "trainer":
+        return [section]
+    stages = [name for stage in TRAINERS for name in draft.find_sections(stage)]
+    return [name for name in stages if not draft.has_field(name, setting)]
+
+
 def choose_checkpointing(draft: Draft, section: str) -> Choice | None:
     shape = draft.facts.shape
     if not isinstance(shape, Model):
         return None if draft.machine.is_cpu else Choice(True, "the model's size is not known here")
     if not draft.machine.is_cpu and shape.parameters >= CHECKPOINTED_PARAMETERS:
         return Choice(True, f"{shape.parameters / 1e9:.1f} billion parameters on accelerators")
-    single = estimate_sequence_bytes(draft, section, shape, is_checkpointed=False)
-    budget = find_activation_budget(draft, section, shape)
-    if single > budget:
-        return Choice(True, f"without it one example takes {format_gb(single)} of activations")
+    for stage in list_training(draft, section, "gradient_checkpointing"):
+        single = estimate_sequence_bytes(draft, stage, shape, is_checkpointed=False)
+        if single > find_activation_budget(draft, stage, shape):
+            taken = format_gb(single)
+            return Choice(True, f"without it one example of {stage} takes {taken} of activations")
     return None
 
 
 def choose_micro_batch(draft: Draft, section: str) -> Choice | None:
+    stages = list_training(draft, section, "per_device_train_batch_size")
+    choices = [choose_stage_batch(draft, stage) for stage in stages]
+    # One number is for all stages: the one that the most demanding of them can take.
+    return min(choices, key=lambda choice: int(choice.value), default=None)
+
+
+def choose_stage_batch(draft: Draft, section: str) -> Choice:
+    """Choose the micro-batch of one stage."""
     stage = find_stage(draft, section)
     # Of SFT and pairs the processes together have at most the examples of a step.
     limit = 128 if stage == "policy_update" else max(1, STEP_EXAMPLES // count_ranks(draft))
@@ -153,7 +176,8 @@ def choose_micro_batch(draft: Draft, section: str) -> Choice | None:
     shape = draft.facts.shape
     if not isinstance(shape, Model):
         return Choice(min(limit, 4), "the model's size is not known here")
-    is_checkpointed = draft.get(section, "gradient_checkpointing") is True
+    holder = draft.find_holder(section, "gradient_checkpointing")
+    is_checkpointed = draft.get(holder, "gradient_checkpointing") is True
     single = estimate_sequence_bytes(draft, section, shape, is_checkpointed=is_checkpointed)
     budget = find_activation_budget(draft, section, shape)
     batch = 1
@@ -165,9 +189,10 @@ def choose_micro_batch(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_accumulation(draft: Draft, section: str) -> Choice | None:
-    if draft.is_set(section, "per_device_train_batch_size"):
+    holder = draft.find_holder(section, "per_device_train_batch_size")
+    if draft.is_set(holder, "per_device_train_batch_size"):
         return None
-    batch = draft.get_count(section, "per_device_train_batch_size") or 1
+    batch = draft.get_count(holder, "per_device_train_batch_size") or 1
     ranks = count_ranks(draft)
     number = max(1, STEP_EXAMPLES // (batch * ranks))
     return Choice(number, f"steps of {number * batch * ranks} examples")
@@ -197,7 +222,7 @@ def estimate_sequence_bytes(
     the batch."""
     sequences = 2 if find_stage(draft, section) in ("preference", "reward_model") else 1
     tokens = find_training_length(draft, section) * sequences
-    dtype = str(draft.get(section, "dtype"))
+    dtype = str(draft.get(draft.find_holder(section, "dtype"), "dtype"))
     size = estimate_activation_bytes(shape, tokens, is_checkpointed=is_checkpointed, dtype=dtype)
     return size - min(tokens * shape.vocab, LOGITS) * 8
 
@@ -207,8 +232,7 @@ def find_activation_budget(draft: Draft, section: str, shape: Model) -> float:
     optimizer leave of a device; of a machine without devices a quarter at most, since a server and
     the system are there, too."""
     machine = draft.machine
-    is_adapter = draft.get(section, "lora") is not None
-    states = shape.parameters * (4 if is_adapter else 16)
+    states = shape.parameters * (4 if has_adapters(draft, section) else 16)
     if not machine.is_cpu:
         memory = machine.gpu_memory or UNKNOWN_GPU
         shard = states / count_ranks(draft)

@@ -123,6 +123,11 @@ class Draft:
             return followed.value
         return self.read_default(section, name)
 
+    def find_holder(self, section: str, name: str) -> str:
+        """Return the section that has a setting of a stage that trains: the stage's own, or
+        ``trainer``."""
+        return section if self.has_field(section, name) else "trainer"
+
     def get_count(self, section: str, name: str) -> int | None:
         """Return a field that counts something; None where it is no whole number above 0."""
         value = self.get(section, name)

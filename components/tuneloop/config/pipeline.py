@@ -88,6 +88,6 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
             raise UserError(
                 "export.adapter",
                 True,
-                "no stage trains LoRA adapters: set lora of one, or leave it out",
+                "no stage trains LoRA adapters: set trainer.lora, or leave it out",
             )
         return self

@@ -150,7 +150,7 @@ def _limit_context(draft: Draft) -> None:
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        (*TRAINERS, "reference_logprobs"),
+        ("trainer", *TRAINERS, "reference_logprobs"),
         "dtype",
         ("float32",),
         choose_dtype,
@@ -216,18 +216,18 @@ RULES: tuple[Rule, ...] = (
         "TRL's: sft 2e-5, preference 1e-6, policy_update 1e-6, reward_model 1e-4; with LoRA ten times that",
     ),
     Rule(
-        TRAINERS,
+        ("trainer", *TRAINERS),
         "gradient_checkpointing",
         (False,),
         choose_checkpointing,
         "true on accelerators from a billion parameters on, and where one example would not fit without",
     ),
     Rule(
-        TRAINERS,
+        ("trainer", *TRAINERS),
         "per_device_train_batch_size",
-        (32, 128),
+        (None, 32, 128),
         choose_micro_batch,
-        "the largest power of two whose activations fit, by the arithmetic of `plan`",
+        "the largest power of two whose activations fit in each stage, by the arithmetic of `plan`",
     ),
     Rule(
         ("sft", "preference", "reward_model"),

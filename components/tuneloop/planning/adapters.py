@@ -27,7 +27,7 @@ def check_target_modules(facts: ModelFacts, setting: str, lora: Any) -> Iterator
 
     Args:
         facts: of the base model; where its files are elsewhere nothing is found.
-        setting: that holds the adapters' options, as ``sft.lora``.
+        setting: that holds the adapters' options, as ``trainer.lora``.
         lora: the options; None: no adapters.
     """
     targets = lora.get("target_modules") if isinstance(lora, Mapping) else None

@@ -21,6 +21,7 @@ from tuneloop.argo.memory_estimate import (
 from tuneloop.config.followed import SECTION_SUFFIX
 from tuneloop.config.machine import Machine, describe_pods
 from tuneloop.config.model_facts import Model, ModelFacts
+from tuneloop.config.sections import list_classes
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import local_path
 from tuneloop.data.files import TableSource, list_sources
@@ -75,12 +76,14 @@ class Subject:
         one."""
         component = stage.component
         name = component.name if component else stage.name
-        sections = (
-            section
-            for section, info in type(self.settings).model_fields.items()
-            if getattr(info.annotation, "__name__", "") == f"{name}{SECTION_SUFFIX}"
-        )
-        return f"{next(sections, name)}.{parameter}"
+        # What all stages that train have in common is in the section `trainer`.
+        for wanted in (name, "trainer"):
+            for section, info in type(self.settings).model_fields.items():
+                for section_class in list_classes(info):
+                    is_wanted = section_class.__name__ == f"{wanted}{SECTION_SUFFIX}"
+                    if is_wanted and parameter in section_class.model_fields:
+                        return f"{section}.{parameter}"
+        return f"{name}.{parameter}"
 
 
 def find_limits(settings: BaseModel, workflow: Mapping[str, Any], machine: Machine) -> list[Limit]:

@@ -14,13 +14,22 @@ from tuneloop.core.program import to_kebab_case
 
 
 class StageSpec:
-    """A stage of a pipeline, with the parameters that are the same in each of its calls."""
+    """A stage of a pipeline, with the parameters that are the same in each of its calls.
+
+    Args:
+        settings: the section of the stage.
+        trainer: the settings that all stages which train have in common; the stage gets those of
+            them that are its parameters, and keeps its own default where one is None.
+        processes, nodes: the ranks of torchrun in a pod, and the pods.
+        parameters: what the pipeline sets itself.
+    """
 
     def __init__(
         self,
         component: Component,
         settings: BaseModel | None = None,
         *,
+        trainer: BaseModel | None = None,
         processes: int = 1,
         nodes: int = 1,
         **parameters: Any,
@@ -28,11 +37,15 @@ class StageSpec:
         self.component = component
         self.processes = processes
         self.nodes = nodes
-        self.parameters = {**(settings.model_dump() if settings else {}), **parameters}
-        if self.parameters.get("backend", "native") not in (
-            None,
-            "native",
-        ):  # such a backend starts the ranks itself
+        self.parameters: dict[str, Any] = {}
+        if trainer:
+            common = trainer.model_dump(exclude_none=True)
+            self.parameters |= {name: common[name] for name in self.accepted(list(common))}
+        if settings:
+            self.parameters |= settings.model_dump()
+        self.parameters |= parameters
+        if self.parameters.get("backend", "native") not in (None, "native"):
+            # Such a backend starts the ranks itself.
             self.parameters["expected_world_size"] = processes
             self.processes = 1
 

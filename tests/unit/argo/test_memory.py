@@ -84,7 +84,7 @@ def test_a_server_that_is_suspended_has_its_cache_on_the_host() -> None:
 
 def test_every_pod_of_a_jobset_asks_for_its_share(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-0.6B"][1]))
-    sets = [f"base_model={tmp_path}", "sft.per_device_train_batch_size=1", "sft.max_length=32"]
+    sets = [f"base_model={tmp_path}", "trainer.per_device_train_batch_size=1", "sft.max_length=32"]
     one, two = memory(*sets), memory(*sets, "nodes=2")
     states = PUBLISHED["Qwen3-0.6B"][0] * 16 / GIB
     assert one["sft"][1] > states + 1

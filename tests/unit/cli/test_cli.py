@@ -271,7 +271,7 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
             "backends: 'trll': unknown; known: native, torchtune, trl",
         ),
         (
-            ["render", "sft_then_grpo", "--set", "sft.backend=trl", "--set", "sft.lora.r=8"],
+            ["render", "sft_then_grpo", "--set", "sft.backend=trl", "--set", "trainer.lora.r=8"],
             "sft.backend: 'trl': does not support lora, which is Lora(",
         ),
         (
@@ -372,7 +372,10 @@ def test_the_settings_are_a_line_each(call: Call) -> None:
     rows = {words[0]: words[1:] for words in lines if len(words) > 1}
     assert rows["rollout.max_tokens"] == ["8", "maximum tokens of a completion"]
     assert rows["loop.iterations"] == ["60", "maximum number of iterations"]
-    assert rows["sft.lora"][0] == "null" and rows["sft.lora.r"] == ["16", "rank of an adapter"]
+    assert rows["trainer.lora"][0] == "null" and rows["trainer.lora.r"] == [
+        "16",
+        "rank of an adapter",
+    ]
     below = call("schema", "grpo", "cluster.trainer").out.split()
     assert "cluster.trainer.gpus" in below and "cluster.sampler.gpus" not in below
     refused(call("schema", "grpo", "nope"), "SECTION: 'nope': no setting is below it")

@@ -213,7 +213,9 @@ def test_equal_configurations_render_equal_bytes() -> None:
             "reward.reward_weights.exactt",
             "unknown; known: choice, code",
         ),
-        ("sft", "sft.lora.rank=4", "sft.lora.rank", "known: r, lora_alpha"),
+        ("sft", "sft.lora.r=4", "sft.lora", "did you mean trainer.lora?"),
+        ("grpo", "update.dtype=bfloat16", "update.dtype", "did you mean trainer.dtype?"),
+        ("sft", "trainer.lora.rank=4", "trainer.lora.rank", "known: r, lora_alpha"),
     ],
 )
 def test_what_training_can_not_do_is_refused_before_anything_runs(

@@ -88,8 +88,7 @@ def test_a_pretrained_model_on_a_cpu(smollm2: Path) -> None:
         "sft.max_length": 1024,
         "sft.learning_rate": 2e-5,
         "update.learning_rate": 1e-6,
-        "sft.per_device_train_batch_size": 2,
-        "update.per_device_train_batch_size": 2,
+        "trainer.per_device_train_batch_size": 2,
         "sft.gradient_accumulation_steps": 16,
         "loop.target_reward": None,
         "update.save_total_limit": 2,
@@ -101,19 +100,20 @@ def test_a_pretrained_model_on_a_cpu(smollm2: Path) -> None:
 
 def test_a_large_model_on_accelerators(llama_8b: Path) -> None:
     base = f"base_model={llama_8b}"
-    followed = follow("sft_then_grpo", PODS, base, "update.lora={r: 16}", "processes=8")
-    assert {followed[f"{section}.dtype"] for section in ("sft", "update")} == {"bfloat16"}
+    followed = follow("sft_then_grpo", PODS, base, "trainer.lora={r: 16}", "processes=8")
+    assert followed["trainer.dtype"] == "bfloat16"
     assert (followed["rollout.max_tokens"], followed["evaluate.max_tokens"]) == (512, 512)
     assert followed["engine.args"] == {"max_model_len": 2048}
-    assert followed["sft.gradient_checkpointing"] and followed["update.gradient_checkpointing"]
-    assert (followed["sft.learning_rate"], followed["update.learning_rate"]) == (2e-5, 1e-5)
+    assert followed["trainer.gradient_checkpointing"]
+    assert (followed["sft.learning_rate"], followed["update.learning_rate"]) == (2e-4, 1e-5)
     # A sequence of 2048 tokens keeps 2048 × (4 × 32 layers × 4096 + a layer of 274,432) = 1.6 GB. An eighth of the
     # states, 16 GB, leaves 56 GB of a device, half of which are for activations: 16 sequences; alone it has 5 GB.
-    assert followed["update.per_device_train_batch_size"] == 16
-    assert followed["sft.per_device_train_batch_size"] == 4, "eight processes take 32 together"
+    loop = follow("grpo", PODS, base, "trainer.lora={r: 16}", "processes=8")
+    assert loop["trainer.per_device_train_batch_size"] == 16
+    assert followed["trainer.per_device_train_batch_size"] == 4, "eight processes take 32 together"
     assert "sft.gradient_accumulation_steps" not in followed
     alone = follow("sft_then_grpo", PODS, base)
-    assert alone["sft.per_device_train_batch_size"] == 2
+    assert alone["trainer.per_device_train_batch_size"] == 2
     assert alone["sft.gradient_accumulation_steps"] == 16
     assert "data.chat" not in followed, "there is no tokenizer to read"
 
@@ -124,7 +124,7 @@ def test_what_a_user_sets_stands(smollm2: Path) -> None:
         "data.chat=false",
         "update.learning_rate=5e-4",
         "rollout.max_tokens=8",
-        "sft.per_device_train_batch_size=2",
+        "trainer.per_device_train_batch_size=2",
         "sft.max_steps=10",
         "loop.target_reward=0.98",
     ]
@@ -205,11 +205,11 @@ def test_one_gpu_is_shared(smollm2: Path) -> None:
 
 
 def test_pairs_count_twice_and_adapters_learn_faster(llama_8b: Path) -> None:
-    followed = follow("dpo", PODS, f"base_model={llama_8b}", "preference.lora={r: 8}")
+    followed = follow("dpo", PODS, f"base_model={llama_8b}", "trainer.lora={r: 8}")
     assert followed["preference.learning_rate"] == 1e-5
-    assert followed["preference.per_device_train_batch_size"] == 4
+    assert followed["trainer.per_device_train_batch_size"] == 4
     full = follow("dpo", PODS, f"base_model={llama_8b}")
-    assert full["preference.per_device_train_batch_size"] == 1
+    assert full["trainer.per_device_train_batch_size"] == 1
     assert full["preference.gradient_accumulation_steps"] == 32
 
 

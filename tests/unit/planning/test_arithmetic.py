@@ -231,7 +231,7 @@ def test_hours_and_cost_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
         "engine.kind=vllm",
         "cluster.trainer.gpus=1",
         "cluster.sampler.gpus=1",
-        "update.dtype=bfloat16",
+        "trainer.dtype=bfloat16",
     ]
     words = [word for each in sets for word in ("--set", each)]
     assert run_cli(["plan", "grpo", *words, "--device", "H100", "--price", "2.5"]) == 0

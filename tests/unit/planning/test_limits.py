@@ -68,12 +68,12 @@ def test_what_readme_prints_works(smollm2: Path) -> None:
             "engine.args.max_model_len: 16384: is more than the context of",
         ),
         (
-            ["update.per_device_train_batch_size=128"],
-            "update.per_device_train_batch_size: 128: policy-update takes about 202 GB",
+            ["trainer.per_device_train_batch_size=128"],
+            "trainer.per_device_train_batch_size: 128: policy-update takes about 202 GB",
         ),
         (
-            ["sft.per_device_train_batch_size=32"],
-            "sft.per_device_train_batch_size: 32: sft takes about 52.2 GB",
+            ["trainer.per_device_train_batch_size=32"],
+            "trainer.per_device_train_batch_size: 32: sft takes about 52.2 GB",
         ),
         (
             ["sft.max_length=9000"],
@@ -84,21 +84,21 @@ def test_what_readme_prints_works(smollm2: Path) -> None:
             "model.chat_template: 'nofile.jinja': cannot be read: No such file or directory",
         ),
         (
-            ["sft.lora={target_modules: [q_proj, c_attn]}"],
-            "sft.lora.target_modules: 'c_attn': names no layer of",
+            ["trainer.lora={target_modules: [q_proj, c_attn]}"],
+            "trainer.lora.target_modules: 'c_attn': names no layer of",
         ),
         (
-            ["update.lora={target_modules: q_proj}"],
-            "update.lora.target_modules: 'q_proj': is a regular expression that no module's whole "
+            ["trainer.lora={target_modules: q_proj}"],
+            "trainer.lora.target_modules: 'q_proj': is a regular expression that no module's whole "
             "name matches; for all modules of this name write [q_proj]",
         ),
         (
-            ["update.lora={target_modules: '.*[.]query'}"],
+            ["trainer.lora={target_modules: '.*[.]query'}"],
             "the model has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
         ),
         (
-            ["sft.lora={target_modules: [lm_head]}"],
-            "sft.lora.target_modules: 'lm_head': leave embeddings and the output layer out",
+            ["trainer.lora={target_modules: [lm_head]}"],
+            "trainer.lora.target_modules: 'lm_head': leave embeddings and the output layer out",
         ),
         (
             ["data.history=per-turn", "sft.backend=trl"],
@@ -152,7 +152,7 @@ def test_adapters_of_every_trainer_are_checked(smollm2: Path, pipeline: str) -> 
     ],
 )
 def test_adapters_of_modules_that_exist_pass(smollm2: Path, targets: str) -> None:
-    lora = f"sft.lora={{target_modules: {targets}}}"
+    lora = f"trainer.lora={{target_modules: {targets}}}"
     assert limits("sft", CPU, f"base_model={smollm2}", lora) == []
     assert limits("sft", CPU, "base_model=some/model", lora) == [], "its files are elsewhere"
 
@@ -174,15 +174,15 @@ def test_memory_of_pods_is_what_the_settings_say(smollm2: Path) -> None:
     assert limits("sft", None, base, "cluster.trainer.memory=8Gi") == []
     (line,) = limits("sft", None, base, "cluster.trainer.memory=2Gi")
     assert "sft takes about" in line and "its pod has 2.15 GB" in line
-    (vast,) = limits("sft", None, base, "sft.per_device_train_batch_size=16384")
+    (vast,) = limits("sft", None, base, "trainer.per_device_train_batch_size=16384")
     assert "no node has more than" in vast
 
 
 def test_activations_of_terabytes_are_refused_or_not_chosen(llama_8b: Path) -> None:
     base = f"base_model={llama_8b}"
     assert limits("grpo", None, base) == []
-    batch = ["update.per_device_train_batch_size=128", "engine.args.max_model_len=32768"]
-    off = "update.gradient_checkpointing=false"
+    batch = ["trainer.per_device_train_batch_size=128", "engine.args.max_model_len=32768"]
+    off = "trainer.gradient_checkpointing=false"
     (line,) = limits("grpo", None, base, *batch, off)
     assert re.search(r"128 × 32768 tokens × 32 layers .* activations = 55 TB", line)
 
@@ -229,7 +229,7 @@ def test_a_template_that_only_pods_have_and_the_context_of_a_tiny_model_pass(
     template = "model.chat_template=nofile.jinja"
     assert limits("sft", None, f"base_model={smollm2}", template) == []
     assert limits("sft", CPU, "model.max_position_embeddings=128") == []
-    one = [f"base_model={smollm2}", "sft.max_length=8192", "sft.per_device_train_batch_size=1"]
+    one = [f"base_model={smollm2}", "sft.max_length=8192", "trainer.per_device_train_batch_size=1"]
     assert not [line for line in limits("sft", CPU, *one) if "context" in line]
 
 
@@ -292,7 +292,7 @@ def test_the_bytes_of_a_run(llama_8b: Path) -> None:
     kept = footprint(base, "loop.iterations=100")
     # Three checkpoints while the next one is written, and the model of each tenth.
     assert kept.kept == parameters * (3 * 14 + 10 * 2) and kept.iterations == 100
-    adapters = footprint(base, "update.lora={r: 8}", "loop.iterations=10")
+    adapters = footprint(base, "trainer.lora={r: 8}", "loop.iterations=10")
     assert parameters * 2 < adapters.iteration < parameters * 2.1
 
 

@@ -1,0 +1,47 @@
+"""What describes model and device of all stages that train: the section ``trainer``.
+
+What an optimizer does (learning rate, steps, epochs) differs between stages and stays in their own
+sections. The stages declare these parameters (`tuneloop.training.options`); here they are collected
+once, and a pipeline gives them to its `StageSpec`."""
+
+from typing import Any
+
+from pydantic import Field, create_model
+
+from tuneloop.core.component import Params
+from tuneloop.training.options import TrainerOptions
+
+TRAINER_SETTINGS = (
+    "dtype",
+    "lora",
+    "per_device_train_batch_size",
+    "gradient_checkpointing",
+    "attn_implementation",
+    "packing",
+    "torch_compile",
+    "use_liger_kernel",
+    "cpu_offload",
+    "save_dtype",
+    "device",
+)
+"""Parameters of stages that train or score with the policy, which the section ``trainer`` has."""
+MICRO_BATCH = Field(
+    None,
+    ge=1,
+    description="examples of a stage that a process computes at once; none: 32 demonstrations or "
+    "pairs, 128 rollouts",
+)
+
+
+def make_trainer_config() -> Any:
+    """Make the class of the section from the fields that the stages declare."""
+    fields: dict[str, Any] = {}
+    for name in TRAINER_SETTINGS:
+        field = TrainerOptions.model_fields[name]
+        fields[name] = (field.annotation, field)
+    fields["per_device_train_batch_size"] = (int | None, MICRO_BATCH)
+    summary = "Model and device of the stages that train."
+    return create_model("trainer_settings", __base__=Params, __doc__=summary, **fields)
+
+
+TrainerConfig = make_trainer_config()
