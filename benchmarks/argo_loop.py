@@ -21,11 +21,12 @@ from hera.workflows import DAG, Container, Parameter
 from hera.workflows.models import ValueFrom
 
 from tuneloop.argo.loop import build_continue_template, pod_template
-from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
+from tuneloop.argo.pod_fields import OUTPUTS, plan_resources, pod_fields, retry_fields
 from tuneloop.argo.template import define_workflow
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
+from tuneloop.workflow.plan import PodPlan
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, Resources
 
@@ -108,7 +109,9 @@ def _pods(stages: int, per_pod: int, image: str, place: Cluster) -> DAG:
     steps = [StageCall(name=f"s{index}", **about) for index in range(1, stages + 1)]
     told = f"s{stages}.told"
     described = PodLoop(steps=steps, carry={"told": told}, reward=told)
-    pod = pod_template(described, names, names, {}, per_pod=per_pod, role="cpu", cluster=place)
+    resources = plan_resources("cpu", place)
+    plan = PodPlan(template="iterations", image=image, resource_role="cpu", resources=resources)
+    pod = pod_template(described, names, names, {}, per_pod=per_pod, pod=plan, cluster=place)
     pod.image = image
     last = (
         "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.%s"

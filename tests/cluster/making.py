@@ -11,6 +11,7 @@ from tests.cluster.conftest import GO, ROOT, kubectl
 from tests.unit import toy as toys
 from tests.waiting import LIMIT_S, until
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
+from tuneloop.argo.run_plan import plan_stages
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cluster.preflight import check_cluster
 from tuneloop.cluster.run_workflows import (
@@ -24,6 +25,7 @@ from tuneloop.core.artifacts import split_ref
 from tuneloop.kube.connection import Connection
 from tuneloop.local.journal import Node
 from tuneloop.stages.data_prep import data_prep
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, Resources
 
 SMALL = Cluster(cpu=Resources(cpu="50m", memory="256Mi"), queue="")
@@ -32,9 +34,16 @@ RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
 
 def digits(seed: int = 0, seconds: float = 0) -> dict[str, Any]:
     """A pipeline of one real stage, `data_prep`, which may be followed by some seconds of nothing."""
-    settings = {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0, "seed": seed}
-    with define_workflow("digits") as built:
-        stage = stage_template(data_prep, settings, cluster=SMALL)
+    settings: dict[str, Any] = {
+        "source_args": {"digits": 2},
+        "train": 8,
+        "eval": 4,
+        "sft": 0,
+        "seed": seed,
+    }
+    plan = plan_stages("digits", [StageSpec(data_prep, **settings)], SMALL)
+    with define_workflow("digits", plan=plan) as built:
+        stage = stage_template(data_prep, plan.stages["data-prep"], SMALL)
         pod = {**pod_fields("base", "cpu", SMALL), **retry_fields()}
         wait = (
             Container(name="wait", command=["sleep"], args=[str(seconds)], **pod)

@@ -11,7 +11,8 @@ from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import RUN, digests, draw_tiny_model, submit_workflow
 from tests.waiting import LIMIT_S
 from tuneloop.argo.lint import lint_workflow
-from tuneloop.argo.pipeline import Tasks, build_templates, read_limits, template_of
+from tuneloop.argo.pipeline import Tasks, build_templates, read_limits
+from tuneloop.argo.run_plan import plan_pipeline_stage, plan_run, plan_stage, plan_stages
 from tuneloop.argo.tasks import Output
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cluster import run_workflows
@@ -24,6 +25,7 @@ from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import ROLES, RUN_LABEL, AcceleratorResources, Cluster, Resources
 
 pytestmark = pytest.mark.cluster
@@ -39,17 +41,25 @@ def twice(cluster: Cluster = SMALL, max_steps: int = 100) -> dict[str, Any]:
     """data-prep → base-model → sft in one pod of two processes → sft in two pods of one."""
     from hera.workflows import DAG
 
-    settings = {
+    settings: dict[str, Any] = {
         "max_steps": max_steps,
         "save_steps": 10,
         "per_device_train_batch_size": 8,
         "device": "cpu",
     }
-    with define_workflow("twice") as built:
-        prepare = stage_template(data_prep, {"train": 64, "sft": 64, "eval": 8}, cluster=cluster)
-        bring = stage_template(base_model, {"model": "tiny-qwen3"}, cluster=cluster)
-        pair = stage_template(sft, settings, nodes=2, cluster=cluster)
-        one = stage_template(sft, settings, processes=2, cluster=cluster)
+    specs = [
+        StageSpec(data_prep, train=64, sft=64, eval=8),
+        StageSpec(base_model, model="tiny-qwen3"),
+        StageSpec(sft, nodes=2, **settings),
+    ]
+    plan = plan_stages("twice", specs, cluster)
+    with define_workflow("twice", plan=plan) as built:
+        prepare, bring, pair = (
+            stage_template(spec.component, plan.stages[spec.component.template], cluster)
+            for spec in specs
+        )
+        alone = plan_stage(StageSpec(sft, processes=2, **settings), cluster)
+        one = stage_template(sft, alone, cluster)
         one.name = "sft-one-pod"
         with DAG(name="main"):
             model, prompts, policy = draw_tiny_model(prepare, bring)
@@ -123,12 +133,14 @@ def updated(grpo: Any, config: Any) -> dict[str, Any]:
     """data-prep → base-model → the pipeline's loop, then both of its updates anew, each in a pod of two processes."""
     from hera.workflows import DAG
 
-    with define_workflow("updated", read_limits(config.loop)) as built:
-        templates = build_templates(config, grpo.stages(config), grpo.LOOP)
+    specs = grpo.stages(config)
+    plan = plan_run("updated", config, specs, grpo.LOOP)
+    with define_workflow("updated", read_limits(config.loop), plan=plan) as built:
+        templates = build_templates(plan, config, specs, grpo.LOOP)
         single = grpo.stages(config.model_copy(update={"nodes": 1, "processes": 2}))
-        again = template_of(
-            next(spec for spec in single if spec.component is policy_update), config, grpo.LOOP
-        )
+        spec = next(spec for spec in single if spec.component is policy_update)
+        alone = plan_pipeline_stage(spec, config, grpo.LOOP)
+        again = stage_template(policy_update, alone, config.cluster)
         again.name = "update-one-pod"
         with DAG(name="main"):
             tasks = Tasks(config, templates, grpo.LOOP)

@@ -16,6 +16,7 @@ from tests.cluster.making import draw_tiny_model, submit_workflow
 from tests.cluster.test_jobset import IMAGES, RUN, SMALL
 from tests.cluster.volumes import apply
 from tests.waiting import until
+from tuneloop.argo.run_plan import plan_stages
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
@@ -30,6 +31,7 @@ from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.deploy_model import deploy_model
 from tuneloop.stages.evaluate import evaluate
 from tuneloop.stages.export import export
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -105,11 +107,18 @@ def served(cluster: Connection, run: str, tmp_path: Path) -> Iterator[Exported]:
     """An exported model that a Deployment serves, because its ConfigMap says so."""
     from hera.workflows import DAG
 
-    with define_workflow("exported") as built:
-        prepare = stage_template(data_prep, {"train": 16, "sft": 16, "eval": 4}, cluster=SMALL)
-        bring = stage_template(base_model, {"model": "tiny-qwen3"}, cluster=SMALL)
-        judge = stage_template(evaluate, {"engine": "transformers", "max_tokens": 4}, cluster=SMALL)
-        save = stage_template(export, {}, cluster=SMALL)
+    specs = [
+        StageSpec(data_prep, train=16, sft=16, eval=4),
+        StageSpec(base_model, model="tiny-qwen3"),
+        StageSpec(evaluate, engine="transformers", max_tokens=4),
+        StageSpec(export),
+    ]
+    plan = plan_stages("exported", specs, SMALL)
+    with define_workflow("exported", plan=plan) as built:
+        prepare, bring, judge, save = (
+            stage_template(spec.component, plan.stages[spec.component.template], SMALL)
+            for spec in specs
+        )
         with DAG(name="main"):
             model, prompts, policy = draw_tiny_model(prepare, bring)
             measured = {"policy": policy, "prompts": prompts, "metrics": f"{RUN}/evaluate"}
@@ -171,8 +180,9 @@ def deploy(
     """What the stage says that refuses to deploy a model; its pod may be `killed` when the model is set."""
     from hera.workflows import DAG
 
-    with define_workflow("deployed") as built:
-        stage = stage_template(deploy_model, params, cluster=SMALL)
+    plan = plan_stages("deployed", [StageSpec(deploy_model, **params)], SMALL)
+    with define_workflow("deployed", plan=plan) as built:
+        stage = stage_template(deploy_model, plan.stages["deploy-model"], SMALL)
         with DAG(name="main"):
             stage(
                 name="deploy-model",

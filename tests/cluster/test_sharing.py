@@ -14,6 +14,7 @@ from tests.cluster.making import RUN, digests, submit_workflow
 from tests.cluster.test_queue import until
 from tuneloop.argo.loop import build_continue_template
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
+from tuneloop.argo.run_plan import plan_stages
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cli import run_cli
 from tuneloop.cluster import reservations
@@ -22,6 +23,7 @@ from tuneloop.cluster.watch import read_logs, read_status
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.stages.data_prep import data_prep
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import (
     GROUP_LABEL,
     RUN_LABEL,
@@ -135,9 +137,10 @@ def pipeline(share: Share) -> dict[str, Any]:
     )
     using = copy.copy(data_prep)
     using.accelerator = True
-    settings = {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}
-    with define_workflow("shared", cluster=cluster) as built:
-        prepare: Any = stage_template(using, settings, cluster=cluster)
+    spec = StageSpec(using, source_args={"digits": 2}, train=8, eval=4, sft=0)
+    plan = plan_stages("shared", [spec], cluster)
+    with define_workflow("shared", plan=plan, cluster=cluster) as built:
+        prepare: Any = stage_template(using, plan.stages["data-prep"], cluster)
         prepare.command = ["sh", "-c", f'sleep 8; exec {" ".join(prepare.command)} "$@"', "sh"]
         proceed = build_continue_template("second", (), cluster)
         over = Container(

@@ -11,6 +11,7 @@ from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.making import submit_workflow
 from tests.cluster.test_jobset import RUN, SMALL
 from tests.cluster.volumes import apply, volume
+from tuneloop.argo.run_plan import plan_stages
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.argo.trainjob import (
     as_job,
@@ -31,6 +32,7 @@ from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends.native import Native
 from tuneloop.training.backends.torchtune import RUNTIMES, Lora, Torchtune, TorchtuneConfig
 from tuneloop.training.backends.trl import Trl
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -74,9 +76,14 @@ def made(cluster: Connection) -> Iterator[dict[str, str]]:
     from hera.workflows import DAG
 
     run = f"backends-{os.urandom(3).hex()}"
-    with define_workflow("made") as built:
-        prepare = stage_template(data_prep, {"train": 16, "sft": 16, "eval": 4}, cluster=SMALL)
-        bring = stage_template(base_model, {"model": "tiny-qwen3"}, cluster=SMALL)
+    specs = [
+        StageSpec(data_prep, train=16, sft=16, eval=4),
+        StageSpec(base_model, model="tiny-qwen3"),
+    ]
+    plan = plan_stages("made", specs, SMALL)
+    with define_workflow("made", plan=plan) as built:
+        prepare = stage_template(data_prep, plan.stages["data-prep"], SMALL)
+        bring = stage_template(base_model, plan.stages["base-model"], SMALL)
         with DAG(name="main"):
             prompts = "{{tasks.data-prep.outputs.parameters.prompts}}"
             data = prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})

@@ -15,6 +15,7 @@ from tests.cluster.test_queue import until
 from tests.waiting import LIMIT_S
 from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
+from tuneloop.argo.run_plan import plan_stages
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cli import run_cli
 from tuneloop.cluster import submit as argo
@@ -22,6 +23,7 @@ from tuneloop.kube.connection import Connection
 from tuneloop.sharing.lease_queue import LeaseQueue
 from tuneloop.sharing.lease_storage import open_lease_group
 from tuneloop.stages.data_prep import data_prep
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import RUN_LABEL, AcceleratorResources, Share
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -35,12 +37,12 @@ def sharing(group: str, stages: int = 0, seconds: int = 0) -> dict[str, Any]:
     shared = SMALL.model_copy(
         update={"share": Share(group=group, patience=PATIENCE), "scorer": scorer}
     )
-    with define_workflow("turns", cluster=shared) as built:
+    spec = StageSpec(data_prep, train=8, eval=4, sft=0)
+    plan = plan_stages("turns", [spec], shared, wired=["seed"])
+    with define_workflow("turns", plan=plan, cluster=shared) as built:
         fields = {**pod_fields("base", "scorer", shared), **retry_fields()}
         hold = Container(name="hold", command=["sleep"], args=[str(seconds)], **fields)
-        stage: Any = stage_template(
-            data_prep, {"train": 8, "eval": 4, "sft": 0}, dynamic=["seed"], cluster=shared
-        )
+        stage: Any = stage_template(data_prep, plan.stages["data-prep"], shared)
         stage.labels = fields["labels"]  # the least of all stages, made one that uses devices
         for made in (hold, stage):
             add_lease_sidecar(made, shared, "trainer")
@@ -122,6 +124,7 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
 
 RACER = """
 import sys, time
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.sharing.lease_storage import open_lease_group
 turns = open_lease_group(sys.argv[1], who=sys.argv[2], patience=120)
 for _ in range(4):

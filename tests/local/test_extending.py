@@ -214,14 +214,24 @@ class Config(BaseModel):
 def build_argo(config):
     from hera.workflows import DAG
 
-    from tuneloop.argo.template import stage_template, define_workflow
+    from tuneloop.argo.run_plan import plan_stages
+    from tuneloop.argo.template import define_workflow, stage_template
+    from tuneloop.workflow.loop import StageSpec
 
     data = {"source": "added", "source_args": {"first": 7}, "train": 8, "eval": 4, "sft": 0, "rewards": {"added": 1.0}}
     sampling = {"engine": "added", "environment": "added", "prompts_per_iteration": 2, "n": 2, "max_tokens": 4}
     asked = {"data-prep": (data_prep, data), "base-model": (base_model, {}), "rollout": (rollout, sampling),
              "added": (added, {}), "reward": (reward, {}), "policy-update": (policy_update, config.update)}
-    with define_workflow("added", cluster=config.cluster) as built:
-        stages = {name: stage_template(stage, params) for name, (stage, params) in asked.items()}
+    specs = [
+        StageSpec(stage, **params) if isinstance(params, dict) else StageSpec(stage, params)
+        for stage, params in asked.values()
+    ]
+    plan = plan_stages("added", specs, config.cluster)
+    with define_workflow("added", plan=plan, cluster=config.cluster) as built:
+        stages = {
+            name: stage_template(stage, plan.stages[name], config.cluster)
+            for name, (stage, _) in asked.items()
+        }
         prompts, policy = OF % ("data-prep", "prompts"), OF % ("base-model", "checkpoint")
         with DAG(name="main"):
             given = {

@@ -10,7 +10,7 @@ import pytest
 
 from tests.waiting import LIMIT_S
 from tuneloop.config.loading import find_pipeline
-from tuneloop.workflow.pod_loop import expand_pod
+from tuneloop.workflow.plan import read_plan
 
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]
@@ -76,8 +76,5 @@ def test_pictures_are_small_and_fetch_nothing() -> None:
         )
     shown = (ROOT / "docs/images/loop.svg").read_text()
     pipeline = find_pipeline("sft_then_grpo")
-    workflow, _ = expand_pod(pipeline.build(pipeline.Config()))
-    stages = {each["name"] for each in workflow["spec"]["templates"] if "container" in each}
-    assert {
-        name for name in stages - {"serve", "continue"} if name.replace("-", "_") not in shown
-    } == set()
+    plan = read_plan(pipeline.build(pipeline.Config()))
+    assert [name for name in plan.stages if name.replace("-", "_") not in shown] == []

@@ -161,7 +161,9 @@ def build_argo(config: Config) -> Any:
     from hera.workflows.models import ValueFrom
 
     from tuneloop.argo.loop import CONTINUED, build_continue_template
+    from tuneloop.argo.run_plan import plan_stages
     from tuneloop.argo.template import define_workflow, stage_template
+    from tuneloop.workflow.loop import StageSpec
     from tuneloop.workflow.settings import Cluster
 
     at = f"{RUN}/iterations/{IN % 'iteration'}"
@@ -172,13 +174,16 @@ def build_argo(config: Config) -> Any:
         "policy": "tasks['policy-update'].outputs.parameters.checkpoint",
         "iteration": f"string({IN % 'iteration'})",
     }
-    with define_workflow("toy", config.model_dump(include={"iterations", "per_workflow"})) as built:
-        make_sft = stage_template(sft, config.sft.model_dump())
-        sample = stage_template(rollout, {}, dynamic=["iteration"])
-        score = stage_template(reward, {})
-        update = stage_template(policy_update, {}, dynamic=["iteration"])
-        check = stage_template(evaluate, {})
-        save = stage_template(export, {"held": config.held} if config.held else {})
+    specs = [StageSpec(each) for each in (rollout, reward, policy_update, evaluate)]
+    specs += [StageSpec(sft, config.sft), StageSpec(export, held=config.held)]
+    cluster = Cluster()
+    plan = plan_stages("toy", specs, cluster, wired=["iteration"])
+    limits = config.model_dump(include={"iterations", "per_workflow"})
+    with define_workflow("toy", limits, plan=plan) as built:
+        make_sft, sample, score, update, check, save = (
+            stage_template(each, plan.stages[each.template], cluster)
+            for each in (sft, rollout, reward, policy_update, evaluate, export)
+        )
         with DAG(
             name="loop",
             inputs=[Parameter(name="iteration"), Parameter(name="policy")],
@@ -199,7 +204,7 @@ def build_argo(config: Config) -> Any:
             }
             d = loop(name="next", arguments=following, when="{{=%s && %s}}" % (here, more))
             a >> b >> c >> d
-        proceed = build_continue_template(CONTINUED, ("iteration", "policy"), Cluster())
+        proceed = build_continue_template(CONTINUED, ("iteration", "policy"), cluster)
         with DAG(
             name=CONTINUED, inputs=[Parameter(name="iteration"), Parameter(name="policy")]
         ) as part:

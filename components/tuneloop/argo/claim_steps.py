@@ -1,13 +1,14 @@
 """Steps that reserve or release shared devices, or end a Dynamo graph: they run `tuneloop.cluster.reservations`."""
 
-import json
+from collections.abc import Iterable
+from typing import Any
 
-from hera.workflows import Container, Parameter, Workflow
+from hera.workflows import DAG, Container, Parameter, Task, Workflow
 from hera.workflows.models import ValueFrom
 
 from tuneloop.argo.claims import END, GIVE, ROLES, TAKE, TRAINER, claim_output, share_of
 from tuneloop.argo.pod_fields import OUTPUTS, step_fields
-from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.program import encode_flags
 from tuneloop.workflow.settings import Cluster
 
@@ -37,29 +38,37 @@ def build_reservation_steps(cluster: Cluster) -> list[Container]:
     ]
 
 
-def insert_reservation_steps(workflow: JsonObject) -> None:
-    """Insert these steps: the first one runs before anything else, wherever the workflow may start."""
-    templates = {template["name"]: template for template in workflow["spec"].get("templates", ())}
-    share = share_of(workflow)
+def reserve_claims(workflow: Workflow) -> None:
+    """Complete the step that reserves the claims of a drawn workflow, and let it run before anything else, wherever the
+    workflow may start; nothing if its pods claim no devices."""
+    templates: dict[str, Any] = {str(template.name): template for template in workflow.templates}
+    share = share_of({"metadata": {"annotations": workflow.annotations}})
     if not share or TAKE not in templates:
         return
     take = templates[TAKE]
-    rendered = json.dumps([item for name, item in templates.items() if name != TAKE])
+    # Templates of any kind may name a claim, also inside of the text of a JobSet.
+    rendered = workflow.build().model_dump_json()
     # A claim that no stage of this workflow uses is not reserved.
-    reservations = [
-        parameter
-        for parameter in take["outputs"]["parameters"]
-        if f"{{{{workflow.outputs.parameters.{parameter['name']}}}}}" in rendered
+    take.outputs = [
+        output
+        for output in take.outputs
+        if f"{{{{workflow.outputs.parameters.{output.name}}}}}" in rendered
     ]
-    take["outputs"]["parameters"] = reservations
-    take["container"]["args"] += ["--share", share.model_dump_json(), "--claims"]
-    take["container"]["args"] += [parameter["name"] for parameter in reservations]
-    for name in list_entry_templates(workflow):
-        tasks = templates[name]["dag"]["tasks"]
-        for task in tasks:
-            if not task.get("depends") and not task.get("dependencies"):
-                task["depends"] = "claim"
-        tasks.insert(0, {"name": "claim", "template": TAKE})
+    names = [output.name for output in take.outputs]
+    take.args = [*take.args, "--share", share.model_dump_json(), "--claims", *names]
+    for graph in list_entry_graphs(templates.values()):
+        for task in graph.tasks:
+            if not task.depends and not task.dependencies:
+                task.depends = "claim"
+        graph.tasks.insert(0, Task(name="claim", template=TAKE))
+
+
+def list_entry_graphs(templates: Iterable[Any]) -> list[Any]:
+    """List the graphs at which a workflow, or one that continues it, may start: those that no other graph calls."""
+    graphs = [template for template in templates if isinstance(template, DAG)]
+    targets: list[Any] = [task.template for graph in graphs for task in graph.tasks]
+    called = {target if isinstance(target, str) else target.name for target in targets}
+    return [graph for graph in graphs if graph.name not in called]
 
 
 def add_graph_end(workflow: JsonObject, cluster: Cluster) -> None:
@@ -87,14 +96,3 @@ def add_graph_end(workflow: JsonObject, cluster: Cluster) -> None:
         tasks = [{"name": name, "template": name} for name in (previous, END)]
         spec["templates"].append({"name": "end-run", "dag": {"tasks": tasks}})
         spec["onExit"] = "end-run"
-
-
-def list_entry_templates(workflow: JsonMapping) -> list[str]:
-    """List the templates at which the workflow, or one that continues it, may start."""
-    names = [workflow["spec"]["entrypoint"]]
-    for template in workflow["spec"]["templates"]:
-        container = template.get("container") or {}
-        if "tuneloop.cluster.continue_run" in container.get("command", ()):
-            arguments = container["args"]
-            names.append(arguments[arguments.index("--entrypoint") + 1])
-    return list(dict.fromkeys(names))

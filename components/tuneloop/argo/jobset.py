@@ -18,6 +18,7 @@ from tuneloop.argo.pod_fields import (
     NOBODY,
     RESTRICTED,
     place_fields,
+    plan_resources,
     pod_fields,
     retry_fields,
 )
@@ -27,6 +28,7 @@ from tuneloop.core.ends import RETRIED_CODES, RETRY_STEP
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.manifest import parse_applied_object
+from tuneloop.workflow.plan import PodResources, StagePlan
 from tuneloop.workflow.settings import AUTO, RUN_LABEL, Cluster, ResourceRole
 
 if TYPE_CHECKING:
@@ -67,49 +69,57 @@ RESTART = read_field(ATTEMPT, "metadata.labels['jobset.sigs.k8s.io/restart-attem
 
 
 def jobset_steps(
-    component: Component,
-    result: "Container",
-    role: ResourceRole,
-    processes: int,
-    nodes: int,
-    cluster: Cluster,
-    numbered: bool,
+    component: Component, stage: StagePlan, result: "Container", cluster: Cluster
 ) -> "Steps":
-    """Build the stage as a template with the same name, inputs and outputs as for a single pod. `result`, the stage in
-    one process, becomes the step that reads the output; a `numbered` stage runs once in each ``iteration``."""
+    """Build a stage of several nodes as a template with the same name, inputs and outputs as for a single pod.
+
+    Args:
+        component: the stage as it is declared.
+        stage: its plan.
+        result: the stage in one process, which becomes the step that reads the output.
+        cluster: where its pods run.
+    """
     from hera.workflows import Parameter, Steps
     from hera.workflows.models import ValueFrom
 
-    result.name = f"{component.template}-result"
-    name = "{{workflow.name}}-%s" % component.template + (
-        "-{{inputs.parameters.iteration}}" if numbered else ""
-    )
+    result.name = f"{stage.template}-result"
+    name = "{{workflow.name}}-%s" % stage.template
+    if "iteration" in stage.wired:
+        # The stage runs once in each iteration.
+        name += "-{{inputs.parameters.iteration}}"
     args: Any = result.args
-    ranks = ranks_env(name, nodes, processes)
+    pod = pod_spec(
+        component.image,
+        stage.resource_role,
+        component.command(nodes=stage.nodes),
+        args,
+        cluster,
+        ranks_env(name, stage.nodes, stage.processes),
+        stage.resources,
+    )
+    labels = {
+        RUN_LABEL: "{{workflow.parameters.run}}",
+        "app.kubernetes.io/part-of": "tuneloop",
+        "app.kubernetes.io/component": component.image,
+        # `argo logs` goes by it.
+        "workflows.argoproj.io/workflow": "{{workflow.name}}",
+    }
+    if cluster.share:
+        labels |= claims.build_sharing_labels(cluster.share, claims.role_of(component.image))
     manifest = build_jobset(
         name,
-        pod_spec(component.image, role, component.command(nodes=nodes), args, cluster, ranks),
-        nodes,
-        labels={
-            RUN_LABEL: "{{workflow.parameters.run}}",
-            "app.kubernetes.io/part-of": "tuneloop",
-            "app.kubernetes.io/component": component.image,
-            "workflows.argoproj.io/workflow": "{{workflow.name}}",  # `argo logs` goes by it
-            **(
-                claims.build_sharing_labels(cluster.share, claims.role_of(component.image))
-                if cluster.share
-                else {}
-            ),
-        },
-        queue=cluster.build_queue_labels(role),
-        stage=component.template,
+        pod,
+        stage.nodes,
+        labels=labels,
+        queue=cluster.build_queue_labels(stage.resource_role),
+        stage=stage.template,
     )
     inputs: Any = result.inputs
-    start = apply_jobset(f"{component.template}-job", manifest, cluster, inputs=inputs)
+    start = apply_jobset(stage.job_template, manifest, cluster, inputs=inputs)
     passed = {p.name: "{{inputs.parameters.%s}}" % p.name for p in inputs}
     outputs: Any = result.outputs
     with Steps(
-        name=component.template,
+        name=stage.template,
         inputs=inputs,
         outputs=[
             Parameter(
@@ -250,10 +260,23 @@ def pod_spec(
     args: Sequence[str],
     cluster: Cluster,
     env: Sequence[JsonMapping] = (),
+    resources: PodResources | None = None,
 ) -> JsonObject:
-    """Build a pod object for Kubernetes, with the same fields as a stage's pod in `tuneloop.argo.template`. Raises
-    UserError if it should share devices with other runs, as each pod would request its lease by itself, or have more
-    memory after the first attempt."""
+    """Build a pod object for Kubernetes, with the same fields as a stage's pod in `tuneloop.argo.template`.
+
+    Args:
+        image: the logical one: base, trainer, rollout or ray.
+        role: what the pod computes.
+        command: of its container.
+        args: of its container.
+        cluster: has its place, its account and the names of images.
+        env: further variables of the container.
+        resources: what the pod requests; None: what its role does.
+
+    Raises:
+        UserError: the pod should share devices with other runs, as each pod would request its lease by itself, or have
+            more memory after the first attempt.
+    """
     share = None if role == "cpu" else cluster.share
     if share and not share.alone:
         remedy = "supports only stages of one pod: leave it out, or set runs_per_claim=1"
@@ -261,9 +284,9 @@ def pod_spec(
 
     cluster.check_one_memory_limit(role, "a job of several pods")
     own = cluster.resources(role)
-    if not own.shm:  # the ranks of a pod, or Ray, exchange tensors there
-        cluster = cluster.adjust_role(role, shm=AUTO)
-    about = pod_fields(image, role, cluster)
+    about = pod_fields(
+        image, role, cluster, enable_shared_memory(resources or plan_resources(role, cluster))
+    )
     container: JsonObject = {
         "name": CONTAINER,
         "image": about["image"],
@@ -287,6 +310,11 @@ def pod_spec(
         **own.place,
         **(claims.place_pod_on_claim(container, share, claims.role_of(image)) if share else {}),
     }
+
+
+def enable_shared_memory(resources: PodResources) -> PodResources:
+    """Return the resources with a ``/dev/shm``, where the ranks of a job's pod, or Ray, exchange tensors."""
+    return resources.model_copy(update={"shared_memory": resources.shared_memory or AUTO})
 
 
 def _plain(model: Any) -> JsonObject:

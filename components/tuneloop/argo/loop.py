@@ -8,7 +8,7 @@
 In an asynchronous loop, `loop` samples the first batch and calls `turn`, which updates on its batch, samples the next
 one meanwhile, and calls itself. With several iterations in a pod, `loop` calls that pod and then itself."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hera.expr import C, P, g
@@ -19,12 +19,13 @@ from tuneloop.argo.claims import role_of
 from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import (
     OUTPUTS,
-    find_role,
     mount_token,
     retried_pod_fields,
     step_fields,
 )
+from tuneloop.argo.run_plan import SERVER
 from tuneloop.argo.tasks import (
+    CONTINUED,
     ITERATION,
     RUN,
     Output,
@@ -36,14 +37,13 @@ from tuneloop.argo.tasks import (
 )
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.core.json_types import JsonMapping
-from tuneloop.core.program import encode_flags, to_kebab_case
-from tuneloop.workflow.loop import Loop, StageSpec, Step, output_of, step_of
+from tuneloop.core.program import to_kebab_case
+from tuneloop.workflow.loop import Loop, Step, output_of, step_of
 from tuneloop.workflow.loop_state import goes_on
-from tuneloop.workflow.pod_loop import PROGRAM, PerPod, PodLoop, StageCall
-from tuneloop.workflow.settings import CLIENT_LABEL, NEXT, Cluster, ResourceRole
+from tuneloop.workflow.plan import PodPlan, RunPlan
+from tuneloop.workflow.pod_loop import PROGRAM, PerPod, PodLoop
+from tuneloop.workflow.settings import CLIENT_LABEL, NEXT, Cluster
 
-CONTINUED = "continued"
-"""The template at which another workflow continues a loop; a fork begins there, too."""
 Templates = JsonMapping
 """Name of a template → the template; calling it inside a graph creates a task."""
 
@@ -190,46 +190,6 @@ def build_iteration(
     return made
 
 
-def describe_loop(
-    loop: Loop,
-    specs: Sequence[StageSpec],
-    shared: JsonMapping,
-    wired: Iterable[str],
-    evaluate_every: int,
-) -> PodLoop:
-    """Return the steps of a loop with their commands and flags. `shared` are parameters for every stage that has them;
-    `wired` are parameters that the pod gets from the graph, in addition to the steps' own wires."""
-    known = {spec.component: spec for spec in specs}
-
-    def describe(step: Step) -> StageCall:
-        stage = step.component
-        spec = known[step.component].with_shared(shared)
-        wires = {**step.wires, **{name: name for name in spec.accepted(list(wired))}}
-        constants = stage.resolve_constants(spec.parameters, wires.keys() - stage.inputs.keys())
-        return StageCall(
-            name=step.name,
-            command=stage.command(spec.processes),
-            flags=encode_flags(constants),
-            wires={to_kebab_case(name): wire for name, wire in wires.items()},
-            output=to_kebab_case(stage.output),
-        )
-
-    check = describe(loop.check) if evaluate_every else None
-    steps = [describe(step) for step in loop.steps]
-    carry = dict(loop.carry)
-    reward = loop.reward
-    return PodLoop(
-        steps=steps, carry=carry, reward=reward, check=check, evaluate_every=evaluate_every
-    )
-
-
-def list_roles(loop: Loop, specs: Sequence[StageSpec], evaluate_every: int) -> list[ResourceRole]:
-    """List the roles of the stages of a loop that one pod runs."""
-    known = {spec.component: spec.parameters for spec in specs}
-    steps = [*loop.steps, *([loop.check] if evaluate_every else [])]
-    return [find_role(step.component, known[step.component], step.wires) for step in steps]
-
-
 def pod_template(
     loop: PodLoop,
     inputs: Sequence[str],
@@ -237,16 +197,26 @@ def pod_template(
     values: Mapping[str, str],
     *,
     per_pod: PerPod,
-    role: ResourceRole,
+    pod: PodPlan,
     cluster: Cluster,
 ) -> Container:
-    """Return the template `iterations`, a container that runs `per_pod` of them; auto: up to all of the workflow's."""
-    limit = (
-        ["{{workflow.parameters.per-workflow}}", "--auto"] if per_pod == "auto" else [str(per_pod)]
-    )
-    passed = {**{name: input_tag(name) for name in inputs}, **values}
-    made = Container(
-        name="iterations",
+    """Return the template of a pod that runs several iterations.
+
+    Args:
+        loop: the steps.
+        inputs: of the template; each is a value of the first iteration.
+        outputs: of the template.
+        values: further values of the loop, which stay the same.
+        per_pod: iterations; ``auto``: up to all of the workflow's.
+        pod: its plan.
+        cluster: where it runs.
+    """
+    limit = [str(per_pod)]
+    if per_pod == "auto":
+        limit = ["{{workflow.parameters.per-workflow}}", "--auto"]
+    passed = {name: input_tag(name) for name in inputs} | dict(values)
+    container = Container(
+        name=pod.template,
         inputs=[Parameter(name=name) for name in inputs],
         outputs=[
             Parameter(name=name, value_from=ValueFrom(path=f"{OUTPUTS}/{name}")) for name in outputs
@@ -265,30 +235,30 @@ def pod_template(
             "{{workflow.parameters.target-reward}}",
             *(word for name, value in passed.items() for word in ("--value", f"{name}={value}")),
         ],
-        **retried_pod_fields("rollout", role, cluster),
+        **retried_pod_fields("rollout", pod.resource_role, cluster, resources=pod.resources),
     )
-    add_lease_sidecar(made, cluster, role_of("rollout"))
-    return made
+    add_lease_sidecar(container, cluster, role_of("rollout"))
+    return container
 
 
-def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> Any:
-    """Make the template of a pod of several iterations."""
-    published = config.published(RUN)
-    settings = config.loop
-    described = describe_loop(
-        loop, specs, {"seed": config.seed}, published, settings.evaluate_every
-    )
-    role, cluster = config.cluster.merge_roles(list_roles(loop, specs, settings.evaluate_every))
-    per_pod = config.iterations_per_pod
-    outputs = loop.pod_outputs
-    made = pod_template(
-        described, loop.inputs, outputs, published, per_pod=per_pod, role=role, cluster=cluster
+def iterations_template(loop: Loop, plan: RunPlan, config: LoopPipelineConfig) -> Container:
+    """Return the template of a pod that runs several iterations of a pipeline's loop."""
+    looped = plan.loop
+    assert looped and looped.pod, "the iterations have a pod"
+    container = pod_template(
+        looped.build_pod_loop(plan.stages),
+        loop.inputs,
+        loop.pod_outputs,
+        config.published(RUN),
+        per_pod=looped.iterations_per_pod,
+        pod=looped.pod,
+        cluster=config.cluster,
     )
     if config.engine.server:
-        mount_token(made)
+        mount_token(container)
     elif not config.engine.capabilities.in_process:
-        made.labels = {**(made.labels or {}), CLIENT_LABEL: "true"}
-    return made
+        container.labels = {**(container.labels or {}), CLIENT_LABEL: "true"}
+    return container
 
 
 def build_pods(loop: Loop, pod: Any) -> Any:
@@ -378,18 +348,16 @@ def call_server(
     """Create the tasks of the engine's rollout servers, if there are any; return them and their endpoint. They boot
     with `policy`; servers that pull find the latest version themselves."""
     server = config.engine.server
-    if server is None or "serve" not in templates:
+    if server is None or SERVER not in templates:
         return [], config.engine.endpoint_url
     given = {} if config.engine.publication else {"policy": policy}
     count = server.replicas
     calls = (
-        {f"serve-{i}": {**given, "replica": str(i)} for i in range(1, count + 1)}
+        {f"{SERVER}-{i}": {**given, "replica": str(i)} for i in range(1, count + 1)}
         if count > 1
-        else {"serve": given}
+        else {SERVER: given}
     )
-    tasks = [
-        templates["serve"](name=name, arguments=arguments) for name, arguments in calls.items()
-    ]
+    tasks = [templates[SERVER](name=name, arguments=arguments) for name, arguments in calls.items()]
     return tasks, ",".join(f"http://{task.ip}:{server.port}" for task in tasks)
 
 

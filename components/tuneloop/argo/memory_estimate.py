@@ -1,4 +1,4 @@
-"""Estimate the memory of a stage's pod, from its flags and the model's shape.
+"""Estimate the memory of a stage's pod, from its parameters and the model's shape.
 
 Memory of training, bytes a parameter: `tuneloop.argo.training_memory`, divided by the pods that FSDP shards over.
 Activations a layer and token: those that torch saves for the backward pass (`count_layer_bytes`); with
@@ -10,13 +10,11 @@ On a CPU, and for a server with `engine.snapshot`, a pod requests this memory an
 (`compute_memory_request`). With a GPU, which holds these, it requests memory for its programs, and one copy of weights
 and optimizer state on their way from or to the store."""
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
-from tuneloop.argo.claims import share_of
 from tuneloop.argo.colocation import parse_resource_quantity
-from tuneloop.argo.jobset import dump_manifest
 from tuneloop.argo.training_memory import TRAINED_BYTES, WEIGHT_BYTES
 from tuneloop.config.model_facts import (
     Model,
@@ -25,14 +23,11 @@ from tuneloop.config.model_facts import (
     count_layer_bytes,
     read_model_facts,
 )
-from tuneloop.core.json_types import JsonObject
 from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import GPU_LOGITS, LOGITS, TrainerOptions
-from tuneloop.workflow.manifest import labels_of, parse_applied_object
-from tuneloop.workflow.pod_loop import expand_pod, find_pod
-from tuneloop.workflow.rendered_stages import Stage, container_of, read_loop, read_stage
-from tuneloop.workflow.settings import GROUP_LABEL, UNKNOWN
+from tuneloop.workflow.plan import NATIVE, PodPlan, RunPlan, ServerPlan, StagePlan
+from tuneloop.workflow.settings import UNKNOWN, Share
 
 CPU_POOL = 1 << 30
 """Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
@@ -41,222 +36,250 @@ PROGRAM = {"server": 3 << 30, "gpu": 8 << 30, "": 1 << 30}
 CUDA's libraries and pinned buffers, not measured), one with torch (a peak of 0.5 GiB on a CPU, plus a reserve)."""
 STEP = 1 << 28
 """Memory is requested in multiples of this."""
+SEQUENCES = 256
+"""Sequences that vLLM computes at once at most, unless told otherwise (its ``max_num_seqs``)."""
+Pod = TypeVar("Pod", bound=PodPlan)
+Part = tuple[str, float]
+"""A part of a pod's memory: its description and its bytes."""
 
 
-def model_of(stages: list[Stage]) -> Model | str:
+def model_of(pods: Iterable[PodPlan]) -> Model | str:
     """Return the model of the stage `base_model`, or why it is unknown."""
-    facts = facts_of(stages)
+    facts = facts_of(pods)
     return f"unknown: no stage {base_model.name}" if facts is None else facts.shape
 
 
-def facts_of(stages: list[Stage]) -> ModelFacts | None:
+def facts_of(pods: Iterable[PodPlan]) -> ModelFacts | None:
     """Return what is known of the model of the stage `base_model`; None where there is no such stage."""
+    stages = (pod for pod in pods if isinstance(pod, StagePlan))
     base = next((stage for stage in stages if stage.component is base_model), None)
     if base is None:
         return None
-    revision = base.flags.get("revision", "null")
-    adapter_base = base.flags.get("adapter_base", "null")
+    parameters = base.parameters
     return read_model_facts(
-        base.flags.get("model", TINY[0]),
-        None if revision == "null" else revision,
-        adapter_base=None if adapter_base == "null" else adapter_base,
-        vocab_size=int(base.number("vocab_size") or 0) or None,
-        max_position_embeddings=int(base.number("max_position_embeddings") or 0) or None,
+        parameters.get("model", TINY[0]),
+        parameters.get("revision"),
+        adapter_base=parameters.get("adapter_base"),
+        vocab_size=parameters.get("vocab_size") or None,
+        max_position_embeddings=parameters.get("max_position_embeddings") or None,
     )
 
 
-def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
+def count_adapter_parameters(stage: StagePlan, model: Model) -> int | None:
     """Count a stage's LoRA parameters, ``r × (inputs + outputs)`` an adapter; None where its layers are not known."""
-    if (given := json.loads(stage.flags.get("lora") or "null")) is None:
+    options = stage.parameters.get("lora")
+    if options is None:
         return 0
-    lora = Lora(**given)
-    named = model.linears if lora.target_modules == "all-linear" else lora.target_modules
-    if not model.linears or isinstance(named, str) or not set(named) <= model.linears.keys():
+    lora = Lora(**options)
+    targets = model.linears if lora.target_modules == "all-linear" else lora.target_modules
+    if not model.linears or isinstance(targets, str) or not set(targets) <= model.linears.keys():
         return None
-    return model.layers * lora.r * sum(sum(model.linears[name]) for name in set(named))
+    return model.layers * lora.r * sum(sum(model.linears[name]) for name in set(targets))
 
 
-def estimate_memory_parts(
-    stage: Stage, model: Model, context: int | None
-) -> list[tuple[str, float]]:
-    """Estimate the parts of a pod's memory that follow from the model, as (description, bytes). `context` is the most
-    tokens of a prompt and its completion, if they are limited."""
-    if stage.role == "trainer":
-        return _training_memory(stage, model, context)
-    if stage.serves or (
-        stage.role in ("sampler", "evaluator") and stage.flags.get("engine") == "transformers"
-    ):
-        return _sampling_memory(stage, model, context)
-    if _only_holds(stage):
+def count_batch_sequences(stage: StagePlan) -> float | None:
+    """Count the sequences of a rank's step: a pair of preferences has two. None where the batch is not known."""
+    batch = stage.number("per_device_train_batch_size")
+    if not batch:
+        return None
+    options = stage.component.options.values() if stage.component else ()
+    trained = (model.sequences for model in options if issubclass(model, TrainerOptions))
+    return batch * max(trained, default=1)
+
+
+def estimate_memory_parts(pod: PodPlan, model: Model, context: int | None) -> list[Part]:
+    """Estimate the parts of a pod's memory that follow from the model.
+
+    Args:
+        pod: of a stage or a server.
+        model: the base model.
+        context: the most tokens of a prompt and its completion, if they are limited.
+    """
+    if isinstance(pod, ServerPlan):
+        return _estimate_server(pod, model)
+    if not isinstance(pod, StagePlan):
+        return []
+    if pod.role == "trainer":
+        return _estimate_training(pod, model, context)
+    if pod.role in ("sampler", "evaluator") and pod.parameters.get("engine") == "transformers":
+        return _estimate_sampling(pod, model, context)
+    if _only_holds(pod):
         return [(f"{model.parameters:,} × 4 weights", float(model.parameters * WEIGHT_BYTES))]
     return []
 
 
-def is_memory_estimate_complete(stage: Stage, model: Model, context: int | None) -> bool:
+def is_memory_estimate_complete(pod: PodPlan, model: Model, context: int | None) -> bool:
     """Return whether `estimate_memory_parts` covers all parts, which needs a limit on the length of sequences."""
-    if stage.role == "trainer":
-        limited = (stage.number("max_length") or context) and stage.number(
-            "per_device_train_batch_size"
-        )
-        return (
-            bool(limited)
-            and "backend" not in stage.flags
-            and count_adapter_parameters(stage, model) is not None
-        )
-    return stage.serves or _only_holds(stage) or context is not None
+    if not isinstance(pod, StagePlan):
+        return isinstance(pod, ServerPlan)
+    if pod.role == "trainer":
+        has_limit = bool(pod.number("max_length") or context)
+        has_batch = bool(pod.number("per_device_train_batch_size"))
+        is_counted = count_adapter_parameters(pod, model) is not None
+        return has_limit and has_batch and is_counted and pod.backend == NATIVE
+    return _only_holds(pod) or context is not None
 
 
-def _only_holds(stage: Stage) -> bool:
+def _only_holds(stage: StagePlan) -> bool:
     """Say whether a stage needs little memory besides a model's weights: it computes with torch, but does not train."""
-    return (
-        stage.component is not None
-        and stage.component.image == "trainer"
-        and stage.role != "trainer"
-    )
+    component = stage.component
+    return component is not None and component.image == "trainer" and stage.role != "trainer"
 
 
-def compute_memory_request(stages: Sequence[Stage], parts: Sequence[tuple[str, float]]) -> int:
-    """Compute the bytes to request for a pod that runs `stages` one after another and holds `parts`."""
-    kinds = ["gpu" if stage.accelerators else "server" if stage.serves else "" for stage in stages]
-    program = max(PROGRAM[kind] * stage.ranks for kind, stage in zip(kinds, stages))
-    torchrun = PROGRAM[""] / 2 if any(stage.ranks > 1 for stage in stages) else 0
-    kept = [
-        s for s in stages if s.serves and not s.engine_args.get("enable_sleep_mode")
-    ]  # else vLLM drops it before
-    host = "gpu" not in kinds or any(stage.engine_args.get("snapshot") for stage in kept)
-    states = [count for text, count in parts if host or "weights" in text]
+def compute_memory_request(pods: Sequence[PodPlan], parts: Sequence[Part]) -> int:
+    """Compute the bytes to request for a pod that runs the stages of `pods` one after another and holds `parts`."""
+    kinds = [_choose_kind(pod) for pod in pods]
+    ranks = [pod.ranks if isinstance(pod, StagePlan) else 1 for pod in pods]
+    program = max(PROGRAM[kind] * count for kind, count in zip(kinds, ranks))
+    torchrun = PROGRAM[""] / 2 if max(ranks) > 1 else 0
+    # vLLM drops its cache before it sleeps; a server that does not sleep keeps it in the snapshot.
+    servers = [pod for pod in pods if isinstance(pod, ServerPlan)]
+    awake = [server for server in servers if not server.engine_args.get("enable_sleep_mode")]
+    is_on_host = "gpu" not in kinds or any(server.engine_args.get("snapshot") for server in awake)
+    states = [size for text, size in parts if is_on_host or "weights" in text]
     return math.ceil((program + torchrun + sum(states)) / STEP) * STEP
 
 
-def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
-    count = model.parameters
-    ranks = stage.ranks
-    shared = f" / {stage.nodes} pods" if stage.nodes > 1 else ""
-    kept = "(4 weights + 4 gradients + 8 Adam)"
-    added = count_adapter_parameters(stage, model)
-    if added == 0:
-        parts = [(f"{count:,} × {kept}{shared}", count * TRAINED_BYTES / stage.nodes)]
-    else:
-        parts = [(f"{count:,} × 4 weights{shared}", count * WEIGHT_BYTES / stage.nodes)]
-        parts += (
-            [(f"adapters' {added:,} × {kept}{shared}", added * TRAINED_BYTES / stage.nodes)]
-            if added
-            else []
-        )
-    if "reference" in stage.flags and json.loads(stage.flags.get("algorithm_args", "{}")).get(
-        "beta"
-    ):
-        parts.append(
-            (f"{count:,} × 4 weights of the reference{shared}", count * WEIGHT_BYTES / stage.nodes)
-        )
+def _choose_kind(pod: PodPlan) -> str:
+    """Return the key of `PROGRAM` for a pod's process."""
+    if pod.resources.accelerators:
+        return "gpu"
+    return "server" if isinstance(pod, ServerPlan) else ""
+
+
+def _estimate_training(stage: StagePlan, model: Model, context: int | None) -> list[Part]:
+    parts = _estimate_states(stage, model)
     length = stage.number("max_length") or context
-    batch = stage.number("per_device_train_batch_size")
-    if length and batch:
-        models = stage.component.options.values() if stage.component else ()
-        batch *= max(
-            (model.sequences for model in models if issubclass(model, TrainerOptions)), default=1
-        )
-        tokens = batch * length
-        dtype = stage.flags.get("dtype", "float32")
-        is_checkpointed = stage.flags.get("gradient_checkpointing") == "true"
-        layer = count_layer_bytes(model, dtype)
-        layers = f"{model.layers} layers × {layer:,}"
-        if is_checkpointed:
-            layers = f"({model.layers} layers × {4 * model.hidden:,} + {layer:,} of one)"
-        each = f" × {ranks} ranks" if ranks > 1 else ""
-        activations = tokens * count_activation_bytes(model, is_checkpointed, dtype)
-        text = f"{batch:g} × {length:g} tokens × {layers}{each} activations"
-        parts.append((text, activations * ranks))
-        logits = tokens * model.vocab
-        most = GPU_LOGITS if stage.accelerators else LOGITS
-        whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= most else f"{most:,}"
-        parts.append((f"{whole} logits at once × 8{each}", min(logits, most) * 8 * ranks))
+    sequences = count_batch_sequences(stage)
+    if length and sequences:
+        parts += _estimate_step(stage, model, sequences, length)
     return parts
 
 
-def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
-    arguments = stage.engine_args
-    width = 2 if stage.serves or stage.accelerators else 4  # transformers on a CPU: float32
+def _estimate_states(stage: StagePlan, model: Model) -> list[Part]:
+    """Estimate the weights, gradients and moments that a trainer holds, and the weights of its reference."""
+    count = model.parameters
+    pods = f" / {stage.nodes} pods" if stage.nodes > 1 else ""
+    states = "(4 weights + 4 gradients + 8 Adam)"
+    weights = count * WEIGHT_BYTES / stage.nodes
+    parts: list[Part] = []
+    adapters = count_adapter_parameters(stage, model)
+    if adapters == 0:
+        parts.append((f"{count:,} × {states}{pods}", count * TRAINED_BYTES / stage.nodes))
+    else:
+        parts.append((f"{count:,} × 4 weights{pods}", weights))
+    if adapters:
+        text = f"adapters' {adapters:,} × {states}{pods}"
+        parts.append((text, adapters * TRAINED_BYTES / stage.nodes))
+    algorithm: dict[str, object] = stage.parameters.get("algorithm_args", {})
+    if "reference" in stage.wired and algorithm.get("beta"):
+        parts.append((f"{count:,} × 4 weights of the reference{pods}", weights))
+    return parts
+
+
+def _estimate_step(stage: StagePlan, model: Model, sequences: float, length: float) -> list[Part]:
+    """Estimate the activations and the logits of a step on so many sequences of `length` tokens."""
+    tokens = sequences * length
+    dtype = stage.parameters.get("dtype", "float32")
+    is_checkpointed = stage.parameters.get("gradient_checkpointing") is True
+    layer = count_layer_bytes(model, dtype)
+    layers = f"{model.layers} layers × {layer:,}"
+    if is_checkpointed:
+        layers = f"({model.layers} layers × {4 * model.hidden:,} + {layer:,} of one)"
+    ranks = f" × {stage.ranks} ranks" if stage.ranks > 1 else ""
+    activations = tokens * count_activation_bytes(model, is_checkpointed, dtype)
+    text = f"{sequences:g} × {length:g} tokens × {layers}{ranks} activations"
+    logits = tokens * model.vocab
+    largest = GPU_LOGITS if stage.resources.accelerators else LOGITS
+    terms = f"{sequences:g} × {length:g} × {model.vocab}" if logits <= largest else f"{largest:,}"
+    return [
+        (text, activations * stage.ranks),
+        (f"{terms} logits at once × 8{ranks}", min(logits, largest) * 8 * stage.ranks),
+    ]
+
+
+def _estimate_server(server: ServerPlan, model: Model) -> list[Part]:
+    options = server.engine_args
+    parts = [(f"{model.parameters:,} × 2 weights", float(model.parameters * 2))]
+    if not server.resources.accelerators or "kv_cache_memory_bytes" in options:
+        pool = int(options.get("kv_cache_memory_bytes", CPU_POOL))
+        tokens = pool // model.kv_bytes
+        parts.append((f"KV cache pool of {tokens:,} tokens × {model.kv_bytes}", float(pool)))
+    return parts
+
+
+def _estimate_sampling(stage: StagePlan, model: Model, context: int | None) -> list[Part]:
+    # transformers computes on a CPU in float32.
+    width = 2 if stage.resources.accelerators else 4
     parts = [(f"{model.parameters:,} × {width} weights", float(model.parameters * width))]
-    if stage.serves:
-        if not stage.accelerators or "kv_cache_memory_bytes" in arguments:
-            pool = int(arguments.get("kv_cache_memory_bytes", CPU_POOL))
-            parts.append(
-                (
-                    f"KV cache pool of {pool // model.kv_bytes:,} tokens × {model.kv_bytes}",
-                    float(pool),
-                )
-            )
-        return parts
-    most = int(arguments.get("max_num_seqs", 256))
+    largest = int(stage.engine_args.get("max_num_seqs", SEQUENCES))
     sizes = map(stage.number, ("oversampled_prompts", "prompts_per_iteration", "limit"))
-    prompts = next(filter(None, sizes), most)
-    sequences = min(most, prompts * (stage.number("n") or 1))
+    prompts = next(filter(None, sizes), largest)
+    sequences = min(largest, prompts * (stage.number("n") or 1))
     if context:
-        each = model.kv_bytes * width // 2
-        parts.append(
-            (f"{sequences:g} × {context} tokens × {each} KV cache", sequences * context * each)
-        )
+        token_bytes = model.kv_bytes * width // 2
+        text = f"{sequences:g} × {context} tokens × {token_bytes} KV cache"
+        parts.append((text, sequences * context * token_bytes))
     return parts
 
 
-def context_of(stages: list[Stage]) -> int | None:
+def context_of(pods: Iterable[PodPlan]) -> int | None:
     """Return the maximum tokens of a prompt and its completion in the engine: vLLM's ``max_model_len``."""
-    limits = [
-        stage.engine_args["max_model_len"]
-        for stage in stages
-        if stage.engine_args.get("max_model_len")
-    ]
-    return max(map(int, limits), default=None)
+    engines = (pod for pod in pods if isinstance(pod, StagePlan | ServerPlan))
+    limits = [pod.engine_args.get("max_model_len") for pod in engines]
+    return max((int(limit) for limit in limits if limit), default=None)
 
 
-def set_pod_memory(workflow: JsonObject) -> None:
-    """Set the memory of pods that are rendered without a limit, since the memory of their role is ``auto``. Request and
-    limit are set to the estimate; if the estimate is incomplete, only the request is set, and if there is none, neither
-    is, since a guess must not kill a pod. Raises UserError if the model's configuration cannot be read."""
-    found = (
-        (template, parse_applied_object(template))
-        for template in workflow["spec"].get("templates", [])
-    )
-    resources = (
-        (template, job, container_of(template, job).get("resources", {})) for template, job in found
-    )
-    unlimited = [
-        (t, j)
-        for t, j, of in resources
-        if "memory" in {*of.get("requests", {})} - {*of.get("limits", {})}
-    ]
-    if not unlimited:
-        return
-    pod = find_pod(workflow)
-    within, _ = expand_pod(workflow)
-    stages = {t["name"]: read_stage(t) for t in within["spec"]["templates"]}
-    every = list(stages.values())
-    model = model_of(every)
-    context = context_of(every)
+def plan_memory(plan: RunPlan, share: Share | None) -> RunPlan:
+    """Return the plan with the memory of pods that have no limit yet, since the memory of their role is ``auto``.
+
+    Request and limit are set to the estimate. If the estimate is incomplete, only the request is set, and if there is
+    none, neither is, since a guess must not kill a pod.
+
+    Raises:
+        UserError: the model's configuration cannot be read.
+    """
+    if all(pod.resources.memory_limit for pod in plan.pods):
+        return plan
+    processes = [*plan.stages.values(), *plan.servers.values()]
+    model = model_of(processes)
     if not isinstance(model, Model):
-        return
-    inner = [stages[name] for name in read_loop(within)]
-    share = share_of(workflow)
-    for template, job in unlimited:
-        run = inner if template is pod else [stages[template["name"]]]
-        parts = [part for stage in run for part in estimate_memory_parts(stage, model, context)]
-        if parts:
-            small = share.request if share and GROUP_LABEL in labels_of(job or template) else ""
-            limited = all(is_memory_estimate_complete(stage, model, context) for stage in run)
-            _ask(container_of(template, job), compute_memory_request(run, parts), limited, small)
-        if job:
-            template["resource"]["manifest"] = dump_manifest(job)
+        return plan
+    context = context_of(processes)
+
+    def estimate(pod: Pod, inner: Sequence[PodPlan]) -> Pod:
+        if pod.resources.memory_limit:
+            return pod
+        parts = [part for each in inner for part in estimate_memory_parts(each, model, context)]
+        if not parts:
+            return pod
+        is_complete = all(is_memory_estimate_complete(each, model, context) for each in inner)
+        amount = compute_memory_request(inner, parts)
+        return _request_memory(pod, amount, is_complete, share)
+
+    stages = {name: estimate(stage, [stage]) for name, stage in plan.stages.items()}
+    servers = {name: estimate(server, [server]) for name, server in plan.servers.items()}
+    loop = plan.loop
+    if loop and loop.pod:
+        pod = estimate(loop.pod, [plan.stages[name] for name in loop.stages])
+        loop = loop.model_copy(update={"pod": pod})
+        # The stages of an iteration have the pod's memory together.
+        inside = {name: plan.stages[name] for name in loop.stages}
+        for name, stage in inside.items():
+            stages[name] = stage.model_copy(update={"resources": pod.resources})
+    return plan.model_copy(update={"stages": stages, "servers": servers, "loop": loop})
 
 
-def _ask(container: JsonObject, amount: int, limited: bool, small: str) -> None:
-    """Write `amount` bytes into `container`: as request and limit, or as a request that is at least the default. A
-    request of `small` is kept if it is at most `amount`."""
-    resources = container["resources"]
+def _request_memory(pod: Pod, amount: int, is_complete: bool, share: Share | None) -> Pod:
+    """Return a pod that requests `amount` bytes, and has this limit if the estimate `is_complete`. Otherwise the
+    request is at least the default. What a run asks for in `cluster.share.request` is kept if it is less."""
+    resources = pod.resources
     text = f"{amount >> 20}Mi"
-    if limited:
-        resources["limits"] = {**resources.get("limits", {}), "memory": text}
-    if small and amount >= parse_resource_quantity(small):
-        return
-    if limited or amount > parse_resource_quantity(UNKNOWN):
-        resources["requests"]["memory"] = text
+    update: dict[str, str] = {}
+    if is_complete:
+        update["memory_limit"] = text
+    smaller = share.request if share and pod.resource_role != "cpu" else ""
+    is_small = bool(smaller) and amount >= parse_resource_quantity(smaller)
+    if not is_small and (is_complete or amount > parse_resource_quantity(UNKNOWN)):
+        update["memory_request"] = text
+    return pod.model_copy(update={"resources": resources.model_copy(update=update)})

@@ -13,16 +13,16 @@ from tuneloop.argo.loop import (
     call_loop,
     iterations_template,
 )
-from tuneloop.argo.resize import resize_while_asleep
+from tuneloop.argo.run_plan import SERVER, plan_run
 from tuneloop.argo.tasks import RUN, Output
 from tuneloop.argo.template import define_workflow, server_template, stage_template
 from tuneloop.config.loop import LoopConfig
-from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec, check_drawing
+from tuneloop.workflow.plan import RunPlan
 
 
 def build_workflow(
@@ -32,23 +32,34 @@ def build_workflow(
     draw: Callable[[Graph], None],
     loop: Loop | None = None,
 ) -> Workflow:
-    """Return a pipeline as a Workflow; `draw` calls its stages, and `loop`. `config` is a `PipelineConfig`, with a loop
-    a `LoopPipelineConfig`. Raises UserError at a step of the loop that is not among the stages."""
-    if loop:
-        loop.check_specs(specs)
+    """Return a pipeline as a Workflow.
+
+    Args:
+        name: the pipeline's.
+        config: a `PipelineConfig`; with a loop, a `LoopPipelineConfig`.
+        specs: the stages.
+        draw: calls them, and `loop`.
+        loop: what repeats some of them.
+
+    Raises:
+        UserError: a step of the loop is not among the stages, or two of them are drawn under one name; and as
+            `plan_run`.
+    """
+    plan = plan_run(name, config, specs, loop)
     limits = read_limits(config.loop) if loop else {}
-    with define_workflow(name, limits, cluster=config.cluster) as built:
-        templates = build_templates(config, specs, loop)
+    with define_workflow(name, limits, plan=plan, cluster=config.cluster) as workflow:
+        templates = build_templates(plan, config, specs, loop)
         if loop:
             templates["part"] = build_part(loop, templates, config)
         try:
             with DAG(name="main"):
                 draw(Tasks(config, templates, loop))
-        except NodeNameConflict as error:  # with a task that the loop draws itself
+        except NodeNameConflict as error:
+            # A task of the pipeline has the name of one that the loop draws itself.
             taken = str(error).rpartition(": ")[2]
             remedy = "is the name of two stages that are drawn: give one of them another name"
             raise UserError("stages", taken, remedy) from None
-    return built
+    return workflow
 
 
 def read_limits(loop: LoopConfig) -> JsonObject:
@@ -60,45 +71,33 @@ def read_limits(loop: LoopConfig) -> JsonObject:
     }
 
 
-def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> JsonObject:
-    """Build the templates: each stage, the rollout server before the loop's stages, and the loop after them."""
-    made: JsonObject = {}
-    described = {spec.component.template: spec for spec in specs}
-    repeated = [step.component for step in loop.steps] if loop else []
-    per_pod = config.iterations_per_pod if loop else 0
-    for spec in specs:
-        server = config.engine.server if loop else None
-        if server and spec.component is repeated[0]:
-            made["serve"] = server_template(
-                server.port,
-                server.options,
-                config.cluster,
-                several=server.replicas > 1,
-                **config.published(RUN),
-            )
-            if server.asleep:
-                resize_while_asleep(made["serve"], server.asleep.requests)
-        if not (per_pod and spec.component in repeated) and spec.component.template not in made:
-            made[spec.component.template] = template_of(spec, config, loop)
-        if loop and spec.component is repeated[-1]:
-            for step in (loop.check, *(() if per_pod else loop.steps)):
-                if step.name not in made:  # `specs` has it after the last step
-                    made[step.name] = template_of(described[step.name], config, loop)
-            pod = iterations_template(loop, specs, config) if per_pod else None
-            made["loop"] = build_pods(loop, pod) if pod else build_loop(loop, made, config)
-    return made
+def build_templates(
+    plan: RunPlan, config: Any, specs: Sequence[StageSpec], loop: Loop | None
+) -> JsonObject:
+    """Build the templates: each stage that has a pod of its own, the rollout server before the loop's stages, and the
+    loop after them."""
+    components = {spec.component.template: spec.component for spec in specs}
+    looped = plan.loop
+    inner = looped.stages if looped and looped.pod else []
+    templates: JsonObject = {}
 
+    def add(name: str) -> None:
+        # A stage of the loop may come later among the stages than the loop's last step.
+        if name not in templates and name not in inner:
+            templates[name] = stage_template(components[name], plan.stages[name], config.cluster)
 
-def template_of(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> Any:
-    """Build the template of a stage; the run's seed and weights URL are written into it as literals."""
-    shared: JsonObject = {"seed": config.seed, **config.published(RUN)}
-    spec = spec.with_shared(shared)
-    cluster = config.cluster
-    dynamic = spec.accepted(["iteration", "endpoint"]) if loop else []
-    ranks = {"processes": spec.processes, "nodes": spec.nodes}
-    return stage_template(
-        spec.component, spec.parameters, dynamic=dynamic, cluster=cluster, **ranks
-    )
+    for name in components:
+        if looped and name == looped.stages[0] and SERVER in plan.servers:
+            templates[SERVER] = server_template(plan.servers[SERVER], config.cluster)
+        add(name)
+        if loop and looped and name == looped.trainer:
+            for stage in (looped.check.stage, *looped.stages):
+                add(stage)
+            if looped.pod:
+                templates["loop"] = build_pods(loop, iterations_template(loop, plan, config))
+            else:
+                templates["loop"] = build_loop(loop, templates, config)
+    return templates
 
 
 class Tasks:

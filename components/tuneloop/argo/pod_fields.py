@@ -11,6 +11,7 @@ from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.server_token import VARIABLE
 from tuneloop.inference.capabilities import Capabilities, find_capabilities
+from tuneloop.workflow.plan import PodResources
 from tuneloop.workflow.settings import (
     AUTO,
     GRACE_S,
@@ -89,8 +90,30 @@ def find_role(component: Component, given: JsonMapping, wired: Iterable[str] = (
     return "sampler" if component.image == "rollout" else "scorer"
 
 
-def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
-    """Return the fields of every tuneloop pod: image, access to the store, disks, requests, placement, no rights."""
+def plan_resources(role: ResourceRole, cluster: Cluster) -> PodResources:
+    """Return what a pod of a role requests, before its memory is estimated (`tuneloop.argo.memory_estimate`)."""
+    own = cluster.resources(role)
+    share = None if role == "cpu" else cluster.share
+    return PodResources(
+        cpu=own.cpu,
+        memory_request=(share and share.request) or own.memory_request,
+        memory_limit=own.memory_limit,
+        accelerators=cluster.count_gpus(role),
+        shared_memory=own.shm,
+    )
+
+
+def pod_fields(
+    image: str, role: ResourceRole, cluster: Cluster, resources: PodResources | None = None
+) -> JsonObject:
+    """Return the fields of every tuneloop pod: image, access to the store, disks, requests, placement, no rights.
+
+    Args:
+        image: the logical one: base, trainer, rollout or ray.
+        role: what the pod computes.
+        cluster: has its place, its queue and the names of images.
+        resources: what the pod requests; None: what its role does.
+    """
     from hera.workflows import (
         ConfigMapEnvFrom,
         EmptyDirVolume,
@@ -101,9 +124,8 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
     )
 
     name = cluster.images.format(image=image)
-    own = cluster.resources(role)
-    share = None if role == "cpu" else cluster.share
-    limit: Any = None if own.shm == AUTO else own.shm
+    wanted = resources or plan_resources(role, cluster)
+    shared_memory: Any = None if wanted.shared_memory == AUTO else wanted.shared_memory
     return {
         "image": name,
         "image_pull_policy": "IfNotPresent",
@@ -122,10 +144,10 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
             SecretEnvFrom(name=STORE, optional=True),
         ],
         "resources": Resources(
-            cpu_request=own.cpu,
-            memory_request=(share and share.request) or own.memory_request,
-            memory_limit=own.memory_limit,
-            gpus=cluster.count_gpus(role) or None,
+            cpu_request=wanted.cpu,
+            memory_request=wanted.memory_request,
+            memory_limit=wanted.memory_limit,
+            gpus=wanted.accelerators or None,
         ),
         "security_context": models.SecurityContext.model_validate(RESTRICTED),
         "volumes": [
@@ -137,8 +159,12 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
             ),
             *([_mount_secret("sandbox", *SANDBOX)] if cluster.sandbox_environment else ()),
             *(
-                [EmptyDirVolume(name="shm", mount_path=SHM, medium="Memory", size_limit=limit)]
-                if own.shm
+                [
+                    EmptyDirVolume(
+                        name="shm", mount_path=SHM, medium="Memory", size_limit=shared_memory
+                    )
+                ]
+                if wanted.shared_memory
                 else ()
             ),
         ],
@@ -221,11 +247,12 @@ def retried_pod_fields(
     cluster: Cluster,
     expression: str = RETRY_STAGE,
     env: Sequence[Any] = (),
+    resources: PodResources | None = None,
 ) -> JsonObject:
     """Return `pod_fields` and `retry_fields` of a pod that is told of earlier attempts and may get more memory."""
     from hera.workflows.models import EnvVar
 
-    fields = pod_fields(image, role, cluster)
+    fields = pod_fields(image, role, cluster, resources)
     own = cluster.resources(role)
     # What the pod is told of earlier attempts: see `tuneloop.core.attempts`.
     before = {

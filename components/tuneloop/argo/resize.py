@@ -8,10 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.argo.pod_fields import TOKEN_SOURCES
-from tuneloop.core.errors import UserError
-from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.program import encode_value
 from tuneloop.kube.resize import ACCOUNT_FILES, CONTAINER
 from tuneloop.workflow.settings import QUEUE_LABEL
@@ -41,19 +38,3 @@ def resize_while_asleep(made: Any, asleep: Mapping[str, str]) -> None:
     if QUEUE_LABEL in made.labels:
         made.labels = {**made.labels, GROUP: "serve-{{workflow.uid}}-{{retries}}"}
         made.annotations = OF_ONE
-
-
-def read_asleep(template: JsonMapping) -> dict[str, str]:
-    """Read the requests of a rendered template's pod while its server sleeps; empty if they do not change."""
-    args = (template.get("container") or {}).get("args") or []
-    return json.loads(args[args.index(FLAG) + 1]) if FLAG in args else {}
-
-
-def check_asleep(workflow: JsonMapping) -> None:
-    """Raise UserError if a server would request more asleep than awake, which no queue has admitted."""
-    for template in workflow["spec"]["templates"]:
-        for name, amount in read_asleep(template).items():
-            awake = template["container"]["resources"]["requests"][name]
-            if parse_resource_quantity(amount) > parse_resource_quantity(awake):
-                remedy = f"is more than the server requests awake ({awake}): lower it, or raise cluster.sampler.{name}"
-                raise UserError(f"engine.asleep.{name}", amount, remedy)

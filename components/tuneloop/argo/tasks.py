@@ -10,6 +10,8 @@ RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
 """URL of the run."""
 ITERATION = f"{RUN}/iterations/{{{{inputs.parameters.iteration}}}}"
 """URL of an iteration, in the template that has its number."""
+CONTINUED = "continued"
+"""The template at which another workflow continues a loop; a fork begins there, too."""
 
 
 class Output(str):

@@ -2,59 +2,68 @@
 (service accounts, queue, store settings) is one that ``manifests/`` ships."""
 
 import json
-from collections.abc import Sequence
-from typing import Any
 
 import hera.workflows
 from hera.workflows import Container, Parameter, Steps, models
-from pydantic import BaseModel
 
 from tuneloop.argo import claims, pod_fields
-from tuneloop.argo.claim_steps import build_reservation_steps, insert_reservation_steps
+from tuneloop.argo.claim_steps import build_reservation_steps, reserve_claims
 from tuneloop.argo.jobset import jobset_steps
 from tuneloop.argo.lease_sidecar import add_lease_sidecar
-from tuneloop.argo.memory_estimate import set_pod_memory
-from tuneloop.argo.resize import check_asleep
+from tuneloop.argo.resize import resize_while_asleep
 from tuneloop.argo.tasks import input_tag
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
+from tuneloop.workflow.plan import PLAN, RunPlan, ServerPlan, StagePlan
 from tuneloop.workflow.settings import CLIENT_LABEL, DELETE_DELAY, SHARE, Cluster
 
 
 class Workflow(hera.workflows.Workflow):
-    """Hera's Workflow, completed when it is rendered: with its pods' memory, and the steps that reserve claims."""
+    """Hera's Workflow, whose graphs reserve the claims that its pods use, once all of them are drawn."""
 
-    def to_dict(self) -> Any:
-        """Return the Workflow as a mapping, from which its YAML is also made."""
-        made = super().to_dict()
-        insert_reservation_steps(made)
-        set_pod_memory(made)
-        check_asleep(made)
-        return made
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if error[0] is None:
+            reserve_claims(self)
 
 
 def define_workflow(
-    name: str, parameters: JsonMapping | None = None, *, cluster: Cluster | None = None
+    name: str,
+    parameters: JsonMapping | None = None,
+    *,
+    plan: RunPlan | None = None,
+    cluster: Cluster | None = None,
 ) -> Workflow:
-    """Create a Workflow, to be used in a ``with`` block; it starts at the template ``main``. `cluster` has the settings
-    of its pods: a workflow whose stages share devices reserves their claim."""
+    """Create a Workflow, to be used in a ``with`` block; it starts at the template ``main``.
+
+    Args:
+        name: the pipeline's.
+        parameters: of the workflow, beside ``run`` and ``store``: name in snake_case → default.
+        plan: what its stages are rendered from; None where it runs no stage.
+        cluster: the settings of its pods: a workflow whose stages share devices reserves their claim.
+    """
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
-    own = {key.replace("_", "-"): value for key, value in (parameters or {}).items()}
+    defaults = {to_kebab_case(key): value for key, value in (parameters or {}).items()}
     executor = {"securityContext": pod_fields.RESTRICTED, "resources": pod_fields.EXECUTOR}
     patch = {
         "containers": [{"name": "wait", **executor}],
         "initContainers": [{"name": "init", **executor}],
     }
     cluster = cluster or Cluster()
-    steps: Any = build_reservation_steps(cluster)
+    reservations = build_reservation_steps(cluster)
+    annotations: dict[str, str] = {}
+    if cluster.share:
+        annotations[SHARE] = cluster.share.model_dump_json()
+    if plan:
+        annotations[PLAN] = plan.dump()
     return Workflow(
         generate_name=f"{name}-",
         labels=labels,
-        annotations={SHARE: cluster.share.model_dump_json()} if cluster.share else None,
-        templates=steps,
-        on_exit=claims.GIVE if steps else None,
+        annotations=annotations or None,
+        templates=[*reservations],
+        on_exit=claims.GIVE if reservations else None,
         pod_metadata=models.Metadata(labels=labels),
         entrypoint="main",
         arguments=[
@@ -68,7 +77,7 @@ def define_workflow(
                 value="runs",
                 description="URL of the store: a path, file://, s3://, gs://, az://",
             ),
-            *(Parameter(name=key, value=str(value)) for key, value in own.items()),
+            *(Parameter(name=key, value=str(value)) for key, value in defaults.items()),
         ],
         # A run has one writer, however its workflows are submitted: the next one waits until this one has ended.
         synchronization=models.Synchronization(
@@ -85,99 +94,109 @@ def define_workflow(
     )
 
 
-def stage_template(
-    component: Component,
-    params: BaseModel | JsonMapping,
-    *,
-    dynamic: Sequence[str] = (),
-    processes: int = 1,
-    nodes: int = 1,
-    cluster: Cluster | None = None,
-) -> Container | Steps:
-    """Build the stage as a template named after it: a container, or a JobSet for several nodes. Its inputs are the
-    stage's input artifacts (references), the output's URL and the `dynamic` parameters, of which optional ones may be
-    left out or empty; its outputs are the output's reference, under the output's name, and the stage's results.
-    `params` are resolved here, once, and written into the command. Raises UserError at a parameter that is refused."""
-    cluster = cluster or Cluster()
-    given = params.model_dump() if isinstance(params, BaseModel) else dict(params)
-    if nodes > 1:
-        given["expected_world_size"] = nodes * processes
-    passed = [*component.inputs, component.output, *dynamic]
-    role = pod_fields.find_role(component, given, dynamic)
+def stage_template(component: Component, stage: StagePlan, cluster: Cluster) -> Container | Steps:
+    """Build a stage as a template named after it: a container, or a JobSet for several nodes.
+
+    Its inputs are the stage's input artifacts (references), the output's URL and the parameters that the graph sets, of
+    which optional ones may be left out or empty. Its outputs are the output's reference, under the output's name, and
+    the stage's results.
+
+    Args:
+        component: the stage as it is declared.
+        stage: its plan (`tuneloop.argo.run_plan.plan_stage`).
+        cluster: where its pods run.
+    """
+    parameters = component.Params.model_fields
+    wired = [name for name in stage.wired if name in parameters]
     optional = {name for name, required in component.inputs.items() if not required}
-    optional |= {name for name in dynamic if not component.Params.model_fields[name].is_required()}
-    flags = encode_flags(component.resolve_constants(given, dynamic))
-    flags += encode_flags({k: input_tag(to_kebab_case(k)) for k in passed})
+    optional |= {name for name in wired if not parameters[name].is_required()}
+    flags = encode_flags(stage.parameters)
+    flags += encode_flags({name: input_tag(to_kebab_case(name)) for name in stage.wired})
     outputs = map(to_kebab_case, (component.output, *component.results))
-    made = Container(
-        name=component.template,
+    is_job = stage.nodes > 1
+    container = Container(
+        name=stage.template,
         inputs=[
-            Parameter(name=to_kebab_case(k), default="")
-            if k in optional
-            else Parameter(name=to_kebab_case(k))
-            for k in passed
+            Parameter(name=to_kebab_case(name), default="")
+            if name in optional
+            else Parameter(name=to_kebab_case(name))
+            for name in stage.wired
         ],
         outputs=[
             Parameter(name=name, value_from=models.ValueFrom(path=f"{pod_fields.OUTPUTS}/{name}"))
             for name in outputs
         ],
-        command=component.command(processes if nodes == 1 else 1),
+        command=component.command(1 if is_job else stage.processes),
         args=flags,
-        **pod_fields.retried_pod_fields(component.image, role if nodes == 1 else "cpu", cluster),
+        # The pod that reads the output of a JobSet computes nothing.
+        **pod_fields.retried_pod_fields(
+            component.image,
+            "cpu" if is_job else stage.resource_role,
+            cluster,
+            resources=None if is_job else stage.resources,
+        ),
     )
     if component.account:
-        made.service_account_name = component.account
-        made.automount_service_account_token = True
-    if nodes > 1:
-        return jobset_steps(
-            component, made, role, processes, nodes, cluster, numbered="iteration" in dynamic
-        )
-    engine = pod_fields.read_engine(component, given)
-    if "endpoint" in dynamic and engine and engine.serves:
-        pod_fields.mount_token(made)
+        container.service_account_name = component.account
+        container.automount_service_account_token = True
+    if is_job:
+        return jobset_steps(component, stage, container, cluster)
+    engine = pod_fields.read_engine(component, stage.parameters)
+    if "endpoint" in wired and engine and engine.serves:
+        pod_fields.mount_token(container)
     if engine and not engine.in_process:
-        made.labels = {**(made.labels or {}), CLIENT_LABEL: "true"}
+        container.labels = {**(container.labels or {}), CLIENT_LABEL: "true"}
     # A client needs no device lease: it calls the run's own server, which holds one.
     elif component.accelerator:
-        add_lease_sidecar(made, cluster, claims.role_of(component.image))
-    return made
+        add_lease_sidecar(container, cluster, claims.role_of(component.image))
+    return container
 
 
-def server_template(
-    port: int,
-    engine_args: JsonMapping,
-    cluster: Cluster,
-    *,
-    weights: str | None = None,
-    several: bool = False,
-) -> Container:
-    """Build the vLLM server as a daemon of the graph that starts it. It follows the versions published at the URL
-    `weights`; without one it boots from `policy` and loads what it is told to. If `several`, each has a `replica`."""
-    names = [*([] if weights else ["policy"]), *(["replica"] if several else [])]
+def server_template(server: ServerPlan, cluster: Cluster) -> Container:
+    """Build the vLLM server as a daemon of the graph that starts it.
+
+    It follows the versions published at its URL of weights. Without one it has an input ``policy``, boots from this
+    checkpoint and loads what it is told to. One of several has an input ``replica``, its number.
+    """
+    has_replicas = server.replicas > 1
+    inputs: list[str] = []
+    if not server.weights:
+        inputs.append("policy")
+    if has_replicas:
+        inputs.append("replica")
+    weights = ["--policy", input_tag("policy")]
+    if server.weights:
+        weights = ["--weights", server.weights]
     attempts = "{{workflow.parameters.store}}/{{workflow.parameters.run}}/serve"
+    if has_replicas:
+        attempts += f"-{input_tag('replica')}"
     # `tuneloop run` reads the field as 127.0.0.1.
     field = models.ObjectFieldSelector(field_path="status.podIP")
     address = models.EnvVar(name="POD_IP", value_from=models.EnvVarSource(field_ref=field))
-    health = models.HTTPGetAction(path="/health", port=port)
-    made = Container(
-        name="serve",
+    health = models.HTTPGetAction(path="/health", port=server.port)
+    container = Container(
+        name=server.template,
         daemon=True,
-        inputs=[Parameter(name=name) for name in names],
+        inputs=[Parameter(name=name) for name in inputs],
         command=["python", "-m", "tuneloop.inference.server"],
         args=[
-            *(("--weights", weights) if weights else ("--policy", "{{inputs.parameters.policy}}")),
+            *weights,
             "--host",
             "$(POD_IP)",
             "--port",
-            str(port),
+            str(server.port),
             "--engine-args",
-            encode_value(dict(engine_args)),
+            encode_value(server.engine_args),
             "--attempts",
-            attempts + ("-{{inputs.parameters.replica}}" if several else ""),
+            attempts,
         ],
-        ports=[models.ContainerPort(container_port=port)],
+        ports=[models.ContainerPort(container_port=server.port)],
         readiness_probe=models.Probe(http_get=health, period_seconds=1, failure_threshold=600),
-        **pod_fields.retried_pod_fields("rollout", "sampler", cluster, RETRY_SERVER, [address]),
+        **pod_fields.retried_pod_fields(
+            "rollout", server.resource_role, cluster, RETRY_SERVER, [address], server.resources
+        ),
     )
-    pod_fields.mount_token(made)
-    return made
+    pod_fields.mount_token(container)
+    if server.asleep:
+        resize_while_asleep(container, server.asleep)
+    return container

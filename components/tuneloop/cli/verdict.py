@@ -13,8 +13,7 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.local.journal import Node
 from tuneloop.runs.stages import get_stage_name
 from tuneloop.runs.summary import format_facts
-from tuneloop.workflow.manifest import effective_spec
-from tuneloop.workflow.rendered_stages import read_stage
+from tuneloop.workflow.plan import read_plan
 
 
 def print_verdict(
@@ -56,10 +55,9 @@ def _collect_results(workflows: Sequence[JsonMapping]) -> dict[str, str]:
     evaluators: set[str] = set()
     model = ""
     for workflow in workflows:
-        for template in effective_spec(workflow).get("templates", ()):
-            stage = read_stage(template)
+        for stage in read_plan(workflow).stages.values():
             if stage.role == "evaluator":
-                evaluators.add(stage.name)
+                evaluators.add(stage.template)
         for node in read_nodes(workflow).values():
             if node.type == "Pod":
                 pods.append(node)

@@ -10,6 +10,7 @@ from tuneloop.config.loading import dump_workflow
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.plan import PLAN
 
 
 def template_drift(cluster: Connection, workflow: JsonMapping, name: str) -> str:
@@ -83,8 +84,12 @@ def _compare_specs(live: JsonMapping, rendered: JsonMapping, name: str) -> str:
 
 
 def _dump_lines(spec: JsonMapping) -> list[str]:
-    """Return the lines of a spec in one normal form."""
-    normalized = _normalize(_label_templates(spec))
+    """Return the lines of a spec in one normal form, without the plan that it is rendered from."""
+    labelled = _label_templates(spec)
+    metadata = dict(labelled.get("workflowMetadata") or {})
+    annotations = metadata.get("annotations") or {}
+    metadata["annotations"] = {name: annotations[name] for name in annotations.keys() - {PLAN}}
+    normalized = _normalize({**labelled, "workflowMetadata": metadata})
     return dump_workflow(normalized).splitlines(keepends=True)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from tuneloop.argo.claims import find_placement_errors, share_of
 from tuneloop.argo.colocation import check_colocation
 from tuneloop.argo.lease_sidecar import find_lease_sidecar
-from tuneloop.argo.resize import read_asleep
 from tuneloop.cluster.problems import (
     ABSENT,
     APPLY,
@@ -34,6 +33,7 @@ from tuneloop.sharing.lease_storage import LEASES, KubernetesLease, parse_lease
 from tuneloop.sharing.leases import LeaseGroup
 from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.workflow.manifest import mounts_token, parse_applied_object
+from tuneloop.workflow.plan import find_plan, read_plan
 from tuneloop.workflow.settings import GROUP_LABEL
 
 CLAIMS = KINDS["ResourceClaim"]
@@ -269,7 +269,9 @@ def _list_lease_groups(cluster: Connection, workflow: JsonMapping, group: str) -
 
 def _find_resize_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     """Check that the cluster can resize pods, if servers give resources back while they sleep."""
-    if not any(map(read_asleep, workflow["spec"].get("templates", ()))):
+    # A workflow without a plan, as that of `doctor`, has no servers.
+    servers = read_plan(workflow).servers if find_plan(workflow) else {}
+    if not any(server.asleep for server in servers.values()):
         return
     resources = cluster.core.get_api_resources(_request_timeout=30).resources
     if "pods/resize" not in {resource.name for resource in resources}:

@@ -11,6 +11,7 @@ from tuneloop.core.store import normalize_url
 from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
 from tuneloop.runs.records import check_name
 from tuneloop.workflow.manifest import begin_at_template, parse_applied_object
+from tuneloop.workflow.plan import PLAN
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 
 DONE = ("Succeeded", "Failed", "Error")
@@ -108,13 +109,17 @@ def as_template(workflow: JsonMapping, name: str) -> JsonObject:
     pod_labels = spec.setdefault("podMetadata", {}).setdefault("labels", {})
     pod_labels[RUN_LABEL] = "{{workflow.parameters.run}}"
     run_expression = {"expression": "workflow.parameters.run"}
-    spec["workflowMetadata"] = {"labelsFrom": {RUN_LABEL: run_expression}}
+    workflow_metadata: JsonObject = {"labelsFrom": {RUN_LABEL: run_expression}}
+    annotations = dict(workflow["metadata"].get("annotations") or {})
+    if PLAN in annotations:
+        # The controller writes it into each workflow that is made from the template.
+        workflow_metadata["annotations"] = {PLAN: annotations.pop(PLAN)}
+    spec["workflowMetadata"] = workflow_metadata
     metadata = {
         "name": name,
         "namespace": NAMESPACE,
         "labels": labels,
     }
-    annotations = workflow["metadata"].get("annotations")
     if annotations:
         metadata["annotations"] = annotations
     return {

@@ -7,8 +7,6 @@ raised.
 """
 
 import contextlib
-import itertools
-import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -25,11 +23,8 @@ from tuneloop.cluster.run_workflows import (
     list_workflows,
 )
 from tuneloop.cluster.watch import read_nodes
-from tuneloop.core.artifacts import dump_canonical_json
-from tuneloop.core.component import find_component
 from tuneloop.core.errors import Retryable, UserError, choose_exit_code, print_diagnostic
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.core.program import to_kebab_case
 from tuneloop.core.store import normalize_url
 from tuneloop.inference.generate import input_identity
 from tuneloop.kube.connection import (
@@ -43,8 +38,7 @@ from tuneloop.kube.connection import (
 from tuneloop.runs.records import find_differences
 from tuneloop.sharing.lease_storage import release_leases
 from tuneloop.workflow.manifest import effective_spec, mounts_token
-from tuneloop.workflow.pod_loop import expand_pod, find_pod
-from tuneloop.workflow.rendered_stages import read_loop
+from tuneloop.workflow.plan import StagePlan, read_plan
 from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL, TOKEN_KEY, TOKEN_SECRET
 
 FORGOTTEN_S = 900.0
@@ -149,55 +143,38 @@ def _read_settings(workflow: JsonMapping) -> JsonObject:
             settings[parameter["name"]] = parameter["value"]
     if "store" in settings:
         settings["store"] = normalize_url(settings["store"])
-    # The stages of a pod of several are compared one by one: others may be in that pod by now.
-    templates = spec.get("templates") or []
-    unfolded, _ = expand_pod({"spec": {**spec, "templates": templates}})
-    for template in unfolded["spec"]["templates"]:
-        if _is_stage(template):
-            settings[template["name"]] = _read_tracked_flags(template)
+    # A workflow that is about to be made from a WorkflowTemplate has no templates yet.
+    if "templates" in spec:
+        stages = read_plan(workflow).stages
+        settings |= {name: _collect_tracked(stage) for name, stage in stages.items()}
     return settings
 
 
-def _read_tracked_flags(template: JsonMapping) -> dict[str, str]:
-    """Read the flags that a stage compares with those of its committed output.
+def _collect_tracked(stage: StagePlan) -> JsonObject:
+    """Collect the parameters that a stage compares with those of its committed output.
 
-    These are all flags of a stage that is not installed here.
+    These are all parameters of a stage that is not installed here.
     """
-    command = template["container"]["command"]
-    words = [str(word) for word in template["container"].get("args", ())]
-    flags: dict[str, str] = {}
-    for word, value in itertools.pairwise(words):
-        if word.startswith("--"):
-            flags[word.removeprefix("--")] = value
-    component = find_component(command[-1], template["name"]) if "-m" in command else None
+    component = stage.component
     if component is None:
-        return flags
-    for parameter in component.untracked:
-        flags.pop(to_kebab_case(parameter), None)
-    if component.identity is input_identity and "engine-args" in flags:
+        return stage.parameters
+    untracked = component.untracked
+    tracked = {name: value for name, value in stage.parameters.items() if name not in untracked}
+    if component.identity is input_identity and "engine_args" in tracked:
         # Of the options of an engine only some change the completions.
-        options = SimpleNamespace(engine_args=json.loads(flags["engine-args"]))
-        flags["engine-args"] = dump_canonical_json(input_identity(options))
-    return flags
-
-
-def _is_stage(template: JsonMapping) -> bool:
-    """Return whether a template runs a stage, not a server or a step that only calls the cluster's
-    API.
-    """
-    command = (template.get("container") or {}).get("command", ())
-    is_step = any("tuneloop.cluster" in word for word in command)
-    return bool(command) and not is_step and not template.get("daemon")
+        tracked |= input_identity(SimpleNamespace(engine_args=stage.engine_args))
+    return tracked
 
 
 def _has_version(workflow: JsonMapping) -> bool:
     """Return whether the loop of a workflow has made a version."""
-    description = {"spec": effective_spec(workflow)}
-    trainers = {name for name, role in read_loop(description).items() if role == "trainer"}
-    pod = find_pod(description)
-    if pod:
+    loop = read_plan(workflow).loop
+    if loop is None:
+        return False
+    trainers = {loop.trainer}
+    if loop.pod:
         # It runs several stages, and succeeds when the last iteration has trained.
-        trainers.add(pod["name"])
+        trainers.add(loop.pod.template)
     return any(
         node.template in trainers and node.phase == "Succeeded"
         for node in read_nodes(workflow).values()

@@ -159,19 +159,8 @@ class Component:
         return spec.name if spec else f"tuneloop.stages.{self.name}"
 
     def command(self, processes: int = 1, nodes: int = 1) -> list[str]:
-        """Return how a container starts the stage.
-
-        Args:
-            processes: on a node; for several it is torchrun instead of ``python -m``.
-            nodes: on several of them torchrun takes its settings from the environment.
-        """
-        if processes == nodes == 1:
-            return ["python", "-m", self.module]
-        command = list(TORCHRUN)
-        if nodes == 1:
-            command += ["--standalone", f"--nproc-per-node={processes}"]
-        command += ["-m", self.module]
-        return command
+        """Return how a container starts the stage; see `build_command`."""
+        return build_command(self.module, processes, nodes)
 
     def __call__(self, *, out: str, **arguments: Any) -> Manifest:
         """Run the stage here.
@@ -438,6 +427,23 @@ def component(
     return lambda function: Component(
         function, kind, image, accelerator, role, results or {}, after, identity, account
     )
+
+
+def build_command(module: str, processes: int = 1, nodes: int = 1) -> list[str]:
+    """Return how a container starts the stage of a module.
+
+    Args:
+        module: that ``python -m`` runs.
+        processes: on a node; for several it is torchrun instead of ``python -m``.
+        nodes: on several of them torchrun takes its settings from the environment.
+    """
+    if processes == nodes == 1:
+        return ["python", "-m", module]
+    command = list(TORCHRUN)
+    if nodes == 1:
+        command += ["--standalone", f"--nproc-per-node={processes}"]
+    command += ["-m", module]
+    return command
 
 
 def find_component(module: str, template: str = "", *, load: bool = False) -> Component | None:

@@ -15,7 +15,7 @@ from typing import Any
 from kfp import dsl
 from kfp.dsl import HTML, Dataset, Input, Markdown, Metrics, Model, Output
 
-from tuneloop.argo.loop import describe_loop, list_roles
+from tuneloop.argo.run_plan import plan_loop, plan_pod_stages
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
@@ -279,10 +279,9 @@ def iterations_step(
     if spread := [spec.component.template for spec in specs if spec.nodes > 1]:
         remedy = f"{spread[0]} would have to run inside of a pod: set kfp.unroll to loop.iterations, or this to 1"
         raise UserError("nodes", config.nodes, remedy)
-    described = describe_loop(
-        loop, specs, {}, ["seed", *config.published("")], settings.evaluate_every
-    )
-    roles = list_roles(loop, specs, settings.evaluate_every)
+    looped = plan_loop(loop, specs, config, ["seed", *config.published("")])
+    stages = plan_pod_stages(looped, specs, config.cluster)
+    roles = [stage.resource_role for stage in stages.values()]
     role, cluster = config.cluster.merge_roles(roles, engine.server is not None)
     server_flags: list[str] = []
     if engine.server:
@@ -300,7 +299,7 @@ def iterations_step(
     publication = engine.publication
     flags = [
         "--loop",
-        described.model_dump_json(exclude_defaults=True),
+        looped.build_pod_loop(stages).model_dump_json(exclude_defaults=True),
         "--iterations",
         str(settings.iterations),
         "--per-task",

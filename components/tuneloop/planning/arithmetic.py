@@ -7,152 +7,220 @@ at once, as fast as memory gives them or the device computes, and a prompt's 2 o
 parameter. Attention's own operations are left out."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from tuneloop.argo.memory_estimate import context_of, model_of
+from tuneloop.argo.memory_estimate import (
+    SEQUENCES,
+    context_of,
+    count_batch_sequences,
+    model_of,
+)
 from tuneloop.config.model_facts import Model
 from tuneloop.core.errors import UserError
-from tuneloop.planning.cost import count_replicas
-from tuneloop.planning.plan import count_pods, count_prompts
+from tuneloop.core.json_types import JsonMapping
+from tuneloop.planning.counts import count_runs
+from tuneloop.planning.plan import count_prompts, list_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.training.devices import DEVICES, Device
-from tuneloop.training.options import TrainerOptions
-from tuneloop.workflow.pod_loop import expand_pod
-from tuneloop.workflow.rendered_stages import Stage, read_stage
+from tuneloop.workflow.plan import PodPlan, ServerPlan, StagePlan, read_plan
 
 COMPUTING = 0.4
 READING = 0.6
 """Shares of a device's operations and of its memory's bytes a second that are assumed to be reached."""
 
 
-def estimate_seconds(workflow: Mapping[str, Any], name: str) -> tuple[dict[str, float], list[str]]:
-    """Estimate the seconds of a pod of each stage that trains or generates, and tell how. Raises UserError: the device
-    or the shape of the model is not known, or that of no stage is."""
+@dataclass(frozen=True)
+class Estimate:
+    """The seconds of a pod, and the arithmetic."""
+
+    seconds: float
+    terms: str
+
+
+class NotEstimated(Exception):
+    """A stage's seconds cannot be computed; the text says what is not known."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the arithmetic is about.
+
+    Attributes:
+        pods: the stages and servers that run, by template.
+        context: the most tokens of a prompt and its completion; None: not limited.
+    """
+
+    pods: dict[str, PodPlan]
+    model: Model
+    context: int | None
+    device: Device
+
+    @property
+    def stages(self) -> list[StagePlan]:
+        return [pod for pod in self.pods.values() if isinstance(pod, StagePlan)]
+
+    @property
+    def servers(self) -> list[ServerPlan]:
+        return [pod for pod in self.pods.values() if isinstance(pod, ServerPlan)]
+
+    @property
+    def flops(self) -> float:
+        """Operations a second that a device reaches."""
+        return self.device.flops * COMPUTING
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that a device reads from its memory."""
+        return self.device.bandwidth * READING
+
+
+def estimate_seconds(workflow: JsonMapping, name: str) -> tuple[dict[str, float], list[str]]:
+    """Estimate the seconds of a pod of each stage that trains or generates.
+
+    Args:
+        workflow: as it is rendered.
+        name: the device's.
+
+    Returns:
+        Stage → seconds, and the lines that state the arithmetic.
+
+    Raises:
+        UserError: the device or the shape of the model is not known, or nothing can be estimated of any stage.
+    """
     if name not in DEVICES:
         raise UserError("--device", name, f"is not known; known: {', '.join(DEVICES)}")
-    workflow, _ = expand_pod(workflow)
-    templates = {template["name"]: template for template in workflow["spec"]["templates"]}
-    stages = [read_stage(templates[template]) for template in count_pods(workflow)]
-    model = model_of(stages)
-    if not isinstance(model, Model):
-        raise UserError("--device", name, f"needs the shape of the model: {model}")
-    if not model.linears:
-        raise UserError(
-            "--device",
-            name,
-            f"needs a dense model: {model.name} has experts, or another kind of layers",
-        )
-    replicas = count_replicas(templates)
-    servers = [stage for stage in stages if stage.serves for _ in range(replicas[stage.name])]
+    plan = read_plan(workflow)
+    pods = list_pods(plan, count_runs(workflow, plan))
+    context = context_of(pods.values())
+    subject = Subject(pods, require_dense_model(pods.values(), name), context, DEVICES[name])
     seconds: dict[str, float] = {}
     lines: list[str] = []
-    for stage in stages:
-        if stage.role == "trainer":
-            told = _train(stage, stages, model, DEVICES[name])
-        elif stage.role in ("sampler", "evaluator"):
-            told = _generate(stage, servers, model, context_of(stages), DEVICES[name])
-        else:
+    for stage in subject.stages:
+        if stage.role not in ("trainer", "sampler", "evaluator"):
             continue
-        if isinstance(told, str):
-            lines.append(f"  {stage.name}: not estimated: {told}")
-        else:
-            seconds[stage.name] = told[0]
-            lines.append(f"  {stage.name}: {told[1]} = {told[0]:.3g} s")
+        template = stage.job_template
+        try:
+            is_trainer = stage.role == "trainer"
+            estimate = _train(subject, stage) if is_trainer else _generate(subject, stage)
+        except NotEstimated as reason:
+            lines.append(f"  {template}: not estimated: {reason}")
+            continue
+        seconds[stage.template] = estimate.seconds
+        lines.append(f"  {template}: {estimate.terms} = {estimate.seconds:.3g} s")
     if not seconds:
-        raise UserError(
-            "--device",
-            name,
-            "; ".join(map(str.strip, lines)) or "no stage here trains or generates",
-        )
-    assumed = f"assumed: {COMPUTING:.0%} of {name}'s {DEVICES[name].flops / 1e12:g} TFLOP/s (dense bfloat16), "
-    assumed += f"{READING:.0%} of its {DEVICES[name].bandwidth / 1e12:g} TB/s; without starting, loading and storing"
-    return seconds, [*lines, f"  {assumed}"]
+        reasons = "; ".join(map(str.strip, lines))
+        raise UserError("--device", name, reasons or "no stage here trains or generates")
+    lines.append(f"  {describe_assumptions(name)}")
+    return seconds, lines
 
 
-def _train(
-    stage: Stage, stages: list[Stage], model: Model, device: Device
-) -> tuple[float, str] | str:
-    """Return the seconds of a stage that trains and how they come about, or what is not known."""
-    missing = (
-        []
-        if (count := stage.accelerators * stage.nodes)
-        else ["it has no accelerator (cluster.trainer.gpus)"]
-    )
-    dtype = stage.flags.get("dtype", "not given")
-    if dtype != "bfloat16":
-        missing.append(f"dtype is {dtype}, and peaks are known of bfloat16")
-    if missing:
-        return ", and ".join(missing)
-    length = stage.number("max_length")
-    limit = "max_length"
-    if stage.number("updates_per_batch"):
-        samplers = [sampler for sampler in stages if sampler.role == "sampler"]
-        sizes = [_count_sequences(sampler, trained=True) for sampler in samplers]
-        sequences = sum(sizes)
-        length = context_of(stages)
-        limit = "engine.args.max_model_len"
-    elif stage.number("epochs"):
-        return "its epochs are of rows that are not read yet: set max_steps"
-    else:
-        batch = math.prod(
-            stage.number(each) or 1 for each in ("per_device_train_batch_size", "max_steps")
-        )
-        kinds = stage.component.options.values() if stage.component else ()
-        batch *= max(
-            (kind.sequences for kind in kinds if issubclass(kind, TrainerOptions)), default=1
-        )
-        sequences = (
-            batch * (stage.number("gradient_accumulation_steps") or 1) * stage.ranks * stage.nodes
-        )
-    if not (sequences and length):
-        return f"nothing limits its tokens ({limit})"
-    again = stage.flags.get("gradient_checkpointing") == "true"
-    frozen = stage.flags.get("lora", "null") != "null"
-    each = 6 + 2 * again - 2 * frozen
-    took = each * model.parameters * sequences * length / (count * device.flops * COMPUTING)
-    return took, f"{each} × {model.parameters:,} × {sequences:,.0f} × {length:g} tokens, on {count}"
+def require_dense_model(pods: Iterable[PodPlan], device: str) -> Model:
+    """Return the base model. Raises UserError where its shape is not known, or it is not dense."""
+    model = model_of(pods)
+    if not isinstance(model, Model):
+        raise UserError("--device", device, f"needs the shape of the model: {model}")
+    if not model.linears:
+        remedy = f"needs a dense model: {model.name} has experts, or another kind of layers"
+        raise UserError("--device", device, remedy)
+    return model
 
 
-def _generate(
-    stage: Stage, servers: list[Stage], model: Model, context: int | None, device: Device
-) -> tuple[float, str] | str:
-    """Return the seconds of a stage that generates, itself or by `servers`, and how, or what is not known."""
-    if "tasks" in stage.flags:
-        return "its tasks decide how much it generates"
-    engines = [stage] if stage.accelerators else servers
-    count = sum(engine.accelerators * engine.nodes for engine in engines)
+def describe_assumptions(name: str) -> str:
+    """Say what is assumed of a device."""
+    device = DEVICES[name]
+    operations = f"{COMPUTING:.0%} of {name}'s {device.flops / 1e12:g} TFLOP/s (dense bfloat16)"
+    reads = f"{READING:.0%} of its {device.bandwidth / 1e12:g} TB/s"
+    return f"assumed: {operations}, {reads}; without starting, loading and storing"
+
+
+def _train(subject: Subject, stage: StagePlan) -> Estimate:
+    """Estimate a stage that trains. Raises NotEstimated."""
+    count = stage.resources.accelerators * stage.nodes
+    reasons: list[str] = []
     if not count:
-        return "it has no accelerator, and no server here has (cluster.sampler.gpus)"
-    sequences = _count_sequences(stage)
-    most = stage.number("max_tokens")
-    if not (sequences and most and context):
-        return "nothing limits its tokens (engine.args.max_model_len)"
-    if most >= context:
-        return "max_tokens leaves no room for a prompt in engine.args.max_model_len"
-    arguments = engines[0].engine_args
-    split, pipeline = (
-        int(arguments.get(f"{each}_parallel_size") or 1) for each in ("tensor", "pipeline")
-    )
-    share = math.ceil(sequences / max(1, count // (split * pipeline)))
-    at_once = min(share, int(arguments.get("max_num_seqs") or 256))
-    steps = math.ceil(share / at_once) * most
-    mean = context - most / 2
-    read = 2 * model.parameters + at_once * mean * model.kv_bytes
-    a_step = (
-        max(
-            read / device.bandwidth / READING,
-            2 * model.parameters * at_once / device.flops / COMPUTING,
-        )
-        / split
-    )
-    asked = 2 * model.parameters * sequences * (context - most) / (count * device.flops * COMPUTING)
-    how = f"{steps:,.0f} steps of {at_once} at once, each {format_size(read)} (2 × {model.parameters:,} + {at_once} × "
-    how += f"{mean:g} × {model.kv_bytes:,}), and {sequences:,.0f} × {context - most:g} tokens of prompts, on {count}"
-    return steps * a_step + asked, how
+        reasons.append("it has no accelerator (cluster.trainer.gpus)")
+    dtype = stage.parameters.get("dtype", "not given")
+    if dtype != "bfloat16":
+        reasons.append(f"dtype is {dtype}, and peaks are known of bfloat16")
+    if reasons:
+        raise NotEstimated(", and ".join(reasons))
+    sequences, length = _count_trained(subject, stage)
+    is_checkpointed = stage.parameters.get("gradient_checkpointing") is True
+    has_adapters = "lora" in stage.parameters
+    operations = 6 + 2 * is_checkpointed - 2 * has_adapters
+    parameters = subject.model.parameters
+    total = operations * parameters * sequences * length
+    terms = f"{operations} × {parameters:,} × {sequences:,.0f} × {length:g} tokens, on {count}"
+    return Estimate(total / (count * subject.flops), terms)
 
 
-def _count_sequences(stage: Stage, trained: bool = False) -> float:
+def _count_trained(subject: Subject, stage: StagePlan) -> tuple[float, float]:
+    """Count the sequences that a stage trains on, and the tokens of each at most. Raises NotEstimated."""
+    length = stage.number("max_length")
+    setting = "max_length"
+    if stage.number("updates_per_batch"):
+        # A batch of rollouts is trained on once.
+        samplers = [sampler for sampler in subject.stages if sampler.role == "sampler"]
+        sequences = sum(_count_completions(sampler, is_trained=True) for sampler in samplers)
+        length = subject.context
+        setting = "engine.args.max_model_len"
+    elif stage.number("epochs"):
+        raise NotEstimated("its epochs are of rows that are not read yet: set max_steps")
+    else:
+        sequences = (count_batch_sequences(stage) or 1) * (stage.number("max_steps") or 1)
+        sequences *= stage.number("gradient_accumulation_steps") or 1
+        sequences *= stage.ranks * stage.nodes
+    if not (sequences and length):
+        raise NotEstimated(f"nothing limits its tokens ({setting})")
+    return sequences, length
+
+
+def _generate(subject: Subject, stage: StagePlan) -> Estimate:
+    """Estimate a stage that generates, itself or by the servers. Raises NotEstimated."""
+    if "tasks" in stage.parameters:
+        raise NotEstimated("its tasks decide how much it generates")
+    count = stage.resources.accelerators * stage.nodes
+    options = stage.engine_args
+    if not count:
+        servers = subject.servers
+        count = sum(server.resources.accelerators * server.replicas for server in servers)
+        options = servers[0].engine_args if servers else {}
+    if not count:
+        raise NotEstimated("it has no accelerator, and no server here has (cluster.sampler.gpus)")
+    sequences = _count_completions(stage)
+    longest = stage.number("max_tokens")
+    context = subject.context
+    if not (sequences and longest and context):
+        raise NotEstimated("nothing limits its tokens (engine.args.max_model_len)")
+    if longest >= context:
+        remedy = "max_tokens leaves no room for a prompt in engine.args.max_model_len"
+        raise NotEstimated(remedy)
+    tensor = int(options.get("tensor_parallel_size") or 1)
+    pipeline = int(options.get("pipeline_parallel_size") or 1)
+    engines = max(1, count // (tensor * pipeline))
+    share = math.ceil(sequences / engines)
+    at_once = min(share, int(options.get("max_num_seqs") or SEQUENCES))
+    steps = math.ceil(share / at_once) * longest
+    # On the mean half of a completion is in the cache.
+    mean = context - longest / 2
+    parameters = subject.model.parameters
+    kv_bytes = subject.model.kv_bytes
+    read_bytes = 2 * parameters + at_once * mean * kv_bytes
+    reading_s = read_bytes / subject.bandwidth
+    computing_s = 2 * parameters * at_once / subject.flops
+    step_s = max(reading_s, computing_s) / tensor
+    prompt_tokens = sequences * (context - longest)
+    prompts_s = 2 * parameters * prompt_tokens / (count * subject.flops)
+    terms = (
+        f"{steps:,.0f} steps of {at_once} at once, each {format_size(read_bytes)} "
+        f"(2 × {parameters:,} + {at_once} × {mean:g} × {kv_bytes:,}), "
+        f"and {sequences:,.0f} × {context - longest:g} tokens of prompts, on {count}"
+    )
+    return Estimate(steps * step_s + prompts_s, terms)
+
+
+def _count_completions(stage: StagePlan, *, is_trained: bool = False) -> float:
     """Count the completions of a pod without those that it carries on, or those of them that are trained on."""
-    prompts = stage.number("prompts_per_iteration") if trained else count_prompts(stage)
+    prompts = stage.number("prompts_per_iteration") if is_trained else count_prompts(stage)
     return (prompts or stage.number("limit") or 0) * (stage.number("n") or 1)

@@ -4,23 +4,23 @@ Checkpoints count (`tuneloop.planning.checkpoint_size`). Rollouts, rewards and t
 small beside them and are left out, and so are published weight versions."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tuneloop.argo.memory_estimate import facts_of
 from tuneloop.config.model_facts import Model, ModelFacts
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import local_path
 from tuneloop.planning.checkpoint_size import count_served_bytes, count_state_bytes
+from tuneloop.planning.counts import count_iterations, count_runs
 from tuneloop.planning.limits import Limit
-from tuneloop.planning.plan import count_iterations, count_pods
+from tuneloop.planning.plan import list_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.export import export
-from tuneloop.workflow.pod_loop import expand_pod
-from tuneloop.workflow.rendered_stages import Stage, read_loop, read_stage
+from tuneloop.workflow.plan import StagePlan, read_plan
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,19 @@ class Footprint:
         return self.once + self.kept
 
 
-def estimate_footprint(workflow: Mapping[str, Any]) -> Footprint | None:
+def estimate_footprint(workflow: JsonMapping) -> Footprint | None:
     """Estimate what a run stores; None where the model's size, or that of its adapters, is not
     known."""
-    unfolded, _ = expand_pod(workflow)
-    templates = {template["name"]: template for template in unfolded["spec"]["templates"]}
-    pods = count_pods(unfolded)
-    stages = [read_stage(templates[name]) for name in pods]
+    plan = read_plan(workflow)
+    pods = list_pods(plan, count_runs(workflow, plan)).values()
+    stages = [pod for pod in pods if isinstance(pod, StagePlan)]
     facts = facts_of(stages)
     if facts is None or not isinstance(facts.shape, Model):
         return None
-    looped = read_loop(unfolded)
     once = 0.0
-    update: Stage | None = None
+    update: StagePlan | None = None
     for stage in stages:
-        if stage.name in looped and stage.role == "trainer":
+        if plan.loop and stage.template == plan.loop.trainer:
             update = stage
             continue
         size = estimate_stage_bytes(stage, facts, facts.shape)
@@ -74,10 +72,12 @@ def estimate_footprint(workflow: Mapping[str, Any]) -> Footprint | None:
     state = count_state_bytes(update, facts.shape)
     if state is None:
         return None
-    return add_loop(once, served, state, update, count_iterations(unfolded))
+    return add_loop(once, served, state, update, count_iterations(workflow))
 
 
-def add_loop(once: float, served: float, state: float, update: Stage, iterations: int) -> Footprint:
+def add_loop(
+    once: float, served: float, state: float, update: StagePlan, iterations: int
+) -> Footprint:
     """Return the footprint of a run whose loop writes models of `served` bytes, and trainer's
     states of `state`."""
     every = int(update.number("state_every") or 1)
@@ -97,13 +97,13 @@ def add_loop(once: float, served: float, state: float, update: Stage, iterations
     return Footprint(once, iteration, iterations, kept, rule)
 
 
-def estimate_stage_bytes(stage: Stage, facts: ModelFacts, model: Model) -> float | None:
+def estimate_stage_bytes(stage: StagePlan, facts: ModelFacts, model: Model) -> float | None:
     """Return the bytes that a stage outside the loop stores; None where they are not known."""
     component = stage.component
     if component is base_model:
         return count_served_bytes(stage, model, facts.dtype)
     if component is export:
-        adapter = 1.1 if stage.flags.get("adapter") == "true" else 1
+        adapter = 1.1 if stage.parameters.get("adapter") is True else 1
         return count_served_bytes(stage, model, facts.dtype) * adapter
     if component is not None and component.kind == "checkpoint":
         state = count_state_bytes(stage, model)
@@ -122,7 +122,7 @@ def describe_footprint(footprint: Footprint) -> Iterator[str]:
         yield f"  of these checkpoints {footprint.rule}: {format_size(footprint.kept)}"
 
 
-def check_store(workflow: Mapping[str, Any], store: str) -> Iterator[Limit]:
+def check_store(workflow: JsonMapping, store: str) -> Iterator[Limit]:
     """Find a local store without the room that a run needs at most at a time."""
     directory = local_path(store)
     footprint = estimate_footprint(workflow)

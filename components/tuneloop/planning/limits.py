@@ -4,15 +4,15 @@ devices.
 `find_limits` is the one list of checks, which `plan`, `lint`, `run` and `submit` share. Everything
 is read from the rendered workflow and from the model's files; nothing is loaded."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
 from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.argo.memory_estimate import (
+    Part,
     compute_memory_request,
     context_of,
     estimate_memory_parts,
@@ -23,6 +23,7 @@ from tuneloop.config.machine import Machine, describe_pods
 from tuneloop.config.model_facts import Model, ModelFacts
 from tuneloop.config.sections import list_classes
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import local_path
 from tuneloop.data.files import TableSource, list_sources
 from tuneloop.data.readers.hub import is_saved
@@ -32,15 +33,14 @@ from tuneloop.formats.adapter_files import AdapterFiles, is_path, read_adapter
 from tuneloop.formats.model_files import list_missing_parts
 from tuneloop.formats.template_settings import read_template
 from tuneloop.planning.adapters import check_target_modules
-from tuneloop.planning.plan import count_pods
+from tuneloop.planning.counts import count_runs
+from tuneloop.planning.plan import list_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.sft import sft
 from tuneloop.training.delegation import CONVERSATION_CHOICES, explain_undelegated
-from tuneloop.workflow.manifest import parse_applied_object
-from tuneloop.workflow.pod_loop import expand_pod
-from tuneloop.workflow.rendered_stages import Stage, container_of, read_stage
+from tuneloop.workflow.plan import NATIVE, PodPlan, ServerPlan, StagePlan, read_plan
 
 LARGEST_NODE = 8 << 40
 """Bytes of memory that no node has: a pod that needs more is never scheduled."""
@@ -62,20 +62,25 @@ class Limit:
 
 @dataclass(frozen=True)
 class Subject:
-    """What the checks read: the settings, the rendered stages, the model and what it all runs
-    on."""
+    """What the checks read: the settings, the stages and servers that run, the model and what it
+    all runs on."""
 
     settings: BaseModel
-    stages: list[Stage]
-    memory_limits: Mapping[str, float]
+    stages: list[StagePlan]
+    servers: list[ServerPlan]
     facts: ModelFacts
     machine: Machine
 
-    def name_setting(self, stage: Stage, parameter: str) -> str:
+    @property
+    def pods(self) -> list[PodPlan]:
+        """The stages and the servers."""
+        return [*self.stages, *self.servers]
+
+    def name_setting(self, stage: StagePlan, parameter: str) -> str:
         """Return the setting of a stage's parameter: its section's, where the configuration has
         one."""
         component = stage.component
-        name = component.name if component else stage.name
+        name = component.name if component else stage.template
         # What all stages that train have in common is in the section `trainer`.
         for wanted in (name, "trainer"):
             for section, info in type(self.settings).model_fields.items():
@@ -86,28 +91,18 @@ class Subject:
         return f"{name}.{parameter}"
 
 
-def find_limits(settings: BaseModel, workflow: Mapping[str, Any], machine: Machine) -> list[Limit]:
-    """Return what a run of a rendered workflow would break, on this machine or in pods."""
-    unfolded, _ = expand_pod(workflow)
-    stages: list[Stage] = []
-    memory_limits: dict[str, float] = {}
-    # A template that no graph calls starts nothing.
-    called = count_pods(unfolded)
-    for template in unfolded["spec"].get("templates") or ():
-        if template["name"] not in called:
-            continue
-        stage = read_stage(template)
-        if stage.module is None:
-            continue
-        stages.append(stage)
-        container = container_of(template, parse_applied_object(template))
-        stated = container.get("resources", {}).get("limits", {}).get("memory")
-        if stated:
-            memory_limits[stage.name] = float(parse_resource_quantity(stated))
+def find_limits(settings: BaseModel, workflow: JsonMapping, machine: Machine) -> list[Limit]:
+    """Return what a run of a rendered workflow would break, on this machine or in pods. Raises
+    UserError where the workflow carries no plan."""
+    plan = read_plan(workflow)
+    # A stage that no graph calls starts nothing.
+    pods = list_pods(plan, count_runs(workflow, plan)).values()
+    stages = [pod for pod in pods if isinstance(pod, StagePlan)]
+    servers = [pod for pod in pods if isinstance(pod, ServerPlan)]
     facts = facts_of(stages)
     if facts is None:
         return []
-    subject = Subject(settings, stages, memory_limits, facts, machine)
+    subject = Subject(settings, stages, servers, facts, machine)
     limits: list[Limit] = []
     for check in CHECKS:
         limits.extend(check(subject))
@@ -142,9 +137,8 @@ def check_base_model(subject: Subject) -> Iterator[Limit]:
 def check_adapter_base(subject: Subject, adapter: AdapterFiles) -> Iterator[Limit]:
     """Find adapters as a base model that name no model, or a directory that is not here."""
     stage = next(stage for stage in subject.stages if stage.component is base_model)
-    chosen = stage.flags.get("adapter_base", "null")
     try:
-        adapter.choose_base(subject.facts.name, None if chosen == "null" else chosen)
+        adapter.choose_base(subject.facts.name, stage.parameters.get("adapter_base"))
     except UserError as error:
         yield Limit(error)
 
@@ -153,7 +147,7 @@ def check_adapters(subject: Subject) -> Iterator[Limit]:
     """Find adapters for modules that the model does not have, where its files are here."""
     for stage in subject.stages:
         setting = subject.name_setting(stage, "lora")
-        for error in check_target_modules(subject.facts, setting, stage.read_json("lora")):
+        for error in check_target_modules(subject.facts, setting, stage.parameters.get("lora")):
             yield Limit(error)
 
 
@@ -167,15 +161,15 @@ def check_conversations(subject: Subject) -> Iterator[Limit]:
             continue
         # Rows of single turns exist only as tokens, which other backends do not read.
         for name, default in CONVERSATION_CHOICES.items():
-            value = stage.flags.get(name, default)
+            value = stage.parameters.get(name, default)
             if value != default:
                 remedy = explain_undelegated(name, default)
                 yield Limit(UserError(subject.name_setting(stage, name), value, remedy))
 
 
-def is_delegated(stage: Stage) -> bool:
+def is_delegated(stage: StagePlan) -> bool:
     """Return whether a stage trains by another backend than tuneloop's own."""
-    return stage.flags.get("backend", "null") not in ("null", "native")
+    return stage.backend != NATIVE
 
 
 def check_chat_template(subject: Subject) -> Iterator[Limit]:
@@ -184,8 +178,8 @@ def check_chat_template(subject: Subject) -> Iterator[Limit]:
     if subject.machine.is_cluster:
         return
     for stage in subject.stages:
-        file = stage.flags.get("chat_template", "null")
-        if stage.component is not base_model or file == "null":
+        file = stage.parameters.get("chat_template")
+        if stage.component is not base_model or file is None:
             continue
         try:
             read_template(file)
@@ -221,11 +215,11 @@ def check_data_address(setting: str, address: str, split: str) -> Iterator[Limit
             yield Limit(UserError(setting, file, "no such file here"))
 
 
-def list_data_sources(stage: Stage) -> list[TableSource]:
+def list_data_sources(stage: StagePlan) -> list[TableSource]:
     """List what `data_prep` reads tables from, as it opens them."""
-    source = stage.flags.get("source", "")
-    mixture = stage.read_json("mixture")
-    arguments = {**(stage.read_json("source_args") or {}), "mixture": mixture}
+    source = stage.parameters.get("source", "")
+    mixture = stage.parameters.get("mixture")
+    arguments = {**stage.parameters.get("source_args", {}), "mixture": mixture}
     if mixture or source == FILES:
         return list_sources(arguments)
     if not source or is_source_name(source):
@@ -241,7 +235,7 @@ def check_context(subject: Subject) -> Iterator[Limit]:
     """Find completions that leave no room for a prompt in the engine's context, and a context above
     the model's."""
     model_context = subject.facts.context
-    stated = context_of(subject.stages)
+    stated = context_of(subject.pods)
     if model_context and stated and stated > model_context:
         remedy = (
             f"is more than the context of {subject.facts.name}: set it to at most {model_context}"
@@ -291,12 +285,13 @@ def check_devices(subject: Subject) -> Iterator[Limit]:
     take the one GPU of this machine."""
     gpus = subject.machine.trainer_gpus
     for stage in subject.stages:
-        if stage.role == "trainer" and 0 < gpus < stage.ranks and "backend" not in stage.flags:
+        is_crowded = 0 < gpus < stage.ranks
+        if stage.role == "trainer" and is_crowded and not is_delegated(stage):
             owner = "a trainer's pod has" if subject.machine.is_cluster else "this machine has"
             remedy = f"each process takes a GPU, and {owner} {gpus}: set it to at most that"
             yield Limit(UserError("processes", stage.ranks, remedy))
             break
-    server = next((stage for stage in subject.stages if stage.serves), None)
+    server = next(iter(subject.servers), None)
     if server is None or not subject.machine.has_shared_gpu or subject.facts.is_demo:
         return
     args = server.engine_args
@@ -317,19 +312,19 @@ def check_memory(subject: Subject) -> Iterator[Limit]:
     model = subject.facts.shape
     if not isinstance(model, Model):
         return
-    context = context_of(subject.stages)
-    for stage in subject.stages:
-        parts = estimate_memory_parts(stage, model, context)
+    context = context_of(subject.pods)
+    for pod in subject.pods:
+        parts = estimate_memory_parts(pod, model, context)
         needed = sum(size for _, size in parts)
-        room = find_room(subject, stage, model, context)
+        room = find_room(subject, pod, model, context)
         if not parts or room is None or needed <= room.size:
             continue
         sums = " + ".join(f"{text} = {format_size(size)}" for text, size in parts)
-        setting, value = name_largest(subject, stage, parts)
+        setting, value = name_largest(subject, pod, parts)
         remedy = (
-            f"{stage.name} takes about {format_size(needed)} ({sums}); {room.owner} "
+            f"{pod.template} takes about {format_size(needed)} ({sums}); {room.owner} "
             f"{format_size(room.size)}: {'' if setting == 'base_model' else 'lower it, or '}"
-            f"{suggest_savings(stage, parts)}"
+            f"{suggest_savings(pod)}"
         )
         yield Limit(UserError(setting, value, remedy), is_estimate=True)
 
@@ -342,26 +337,30 @@ class Room:
     owner: str
 
 
-def find_room(subject: Subject, stage: Stage, model: Model, context: int | None) -> Room | None:
-    """Return the memory that a stage may use for its model; None where nothing limits it."""
+def find_room(subject: Subject, pod: PodPlan, model: Model, context: int | None) -> Room | None:
+    """Return the memory that a pod may use for its model; None where nothing limits it."""
     machine = subject.machine
-    limit = subject.memory_limits.get(stage.name)
     if machine.is_cluster:
-        if stage.accelerators:
+        if pod.resources.accelerators:
             return None
-        if limit and limit < LARGEST_NODE:
-            return Room(limit, "its pod has")
+        limit = pod.resources.memory_limit
+        size = float(parse_resource_quantity(limit)) if limit else LARGEST_NODE
+        if size < LARGEST_NODE:
+            return Room(size, "its pod has")
         return Room(LARGEST_NODE, "no node has more than")
     if not machine.is_cpu:
         if machine.gpu_memory is None:
             return None
-        devices = stage.ranks if stage.role == "trainer" else machine.sampler_gpus
+        devices = machine.sampler_gpus
+        if isinstance(pod, StagePlan) and pod.role == "trainer":
+            devices = pod.ranks
         return Room(GPU_SHARE * machine.gpu_memory * devices, "the accelerators here have")
     if machine.memory is None:
         return None
     # The rollout server boots with the base model, and stays while other stages run.
-    is_alone = stage.serves or stage.component is base_model
-    servers = [server for server in subject.stages if server.serves and not is_alone]
+    is_base = isinstance(pod, StagePlan) and pod.component is base_model
+    is_alone = is_base or isinstance(pod, ServerPlan)
+    servers = [] if is_alone else subject.servers
     server_bytes = sum(
         compute_memory_request([server], estimate_memory_parts(server, model, context))
         for server in servers
@@ -370,27 +369,26 @@ def find_room(subject: Subject, stage: Stage, model: Model, context: int | None)
     return Room(max(0, machine.memory - server_bytes), owner)
 
 
-def name_largest(
-    subject: Subject, stage: Stage, parts: list[tuple[str, float]]
-) -> tuple[str, object]:
-    """Return the setting, and its value, on which the largest part of a stage's memory depends."""
+def name_largest(subject: Subject, pod: PodPlan, parts: list[Part]) -> tuple[str, object]:
+    """Return the setting, and its value, on which the largest part of a pod's memory depends."""
     text, _ = max(parts, key=lambda part: part[1])
-    if "activations" in text or "logits" in text:
-        batch = stage.number("per_device_train_batch_size") or 0
-        return subject.name_setting(stage, "per_device_train_batch_size"), int(batch)
-    if "KV cache" in text and not stage.serves:
-        return "engine.args.max_num_seqs", stage.engine_args.get("max_num_seqs")
+    if isinstance(pod, StagePlan):
+        if "activations" in text or "logits" in text:
+            batch = pod.number("per_device_train_batch_size") or 0
+            return subject.name_setting(pod, "per_device_train_batch_size"), int(batch)
+        if "KV cache" in text:
+            return "engine.args.max_num_seqs", pod.engine_args.get("max_num_seqs")
     return "base_model", subject.facts.name
 
 
-def suggest_savings(stage: Stage, parts: list[tuple[str, float]]) -> str:
+def suggest_savings(pod: PodPlan) -> str:
     """Return the settings that save memory of a stage and are not in use."""
-    if stage.role != "trainer":
+    if not isinstance(pod, StagePlan) or pod.role != "trainer":
         return "use a smaller model"
     savings: list[str] = []
-    if stage.flags.get("gradient_checkpointing") != "true":
+    if pod.parameters.get("gradient_checkpointing") is not True:
         savings.append("set gradient_checkpointing")
-    if stage.flags.get("lora", "null") == "null":
+    if "lora" not in pod.parameters:
         savings.append("train adapters (lora)")
     savings.append("use more devices, or a smaller model")
     return ", or ".join(savings)

@@ -8,13 +8,11 @@ pins protect them from retention. ``<store>/<fork>/fork.json`` names the origin.
 from collections.abc import Mapping
 from typing import Any
 
-from tuneloop.argo.loop import CONTINUED
+from tuneloop.argo.tasks import CONTINUED
 from tuneloop.config.loading import Pipeline
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.artifacts import DIGEST, Artifact, dump_canonical_json, dump_checked_json
-from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
-from tuneloop.core.program import parse_arguments
 from tuneloop.core.store import Store
 from tuneloop.formats.facts import VersionFacts
 from tuneloop.runs.committed import Entry
@@ -25,13 +23,8 @@ from tuneloop.training.old_checkpoints import check_trainable, pin_artifact
 from tuneloop.weights.codec import Encoding
 from tuneloop.weights.publish import publish_version
 from tuneloop.workflow.loop import Loop, step_of
-from tuneloop.workflow.manifest import (
-    begin_at_template,
-    find_ancestors,
-    list_calls,
-    parse_applied_object,
-)
-from tuneloop.workflow.rendered_stages import container_of, read_stage
+from tuneloop.workflow.manifest import begin_at_template, find_ancestors, list_calls
+from tuneloop.workflow.plan import read_plan
 
 
 def begin_workflow(
@@ -193,33 +186,13 @@ def _check_done(workflow: Mapping[str, Any], run: Run) -> None:
     }
     # A fork enters at the template where the loop continues, below those that call it.
     repeated = find_ancestors(CONTINUED, calls) | {CONTINUED}
-    for name, template in templates.items():
-        component = read_stage(template).component
-        if component and name not in repeated:
-            params = _read_params(component, name, template)
-            _check_params(run, name, params, params_by_stage.get(component.name))
-
-
-def _read_params(
-    component: Component,
-    name: str,
-    template: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the parameters that the template `name` gives its stage, as the stage's manifest
-    would have them.
-    """
-    container = container_of(template, parse_applied_object(template))
-    fields = component.Params.model_fields
-    arguments = parse_arguments(
-        container["args"],
-        name,
-        None,
-        component.inputs,
-        component.output,
-        fields,
-    )
-    params = component.validate({key: arguments[key] for key in arguments.keys() & fields.keys()})
-    return params.model_dump(mode="json", exclude=component.untracked)
+    for name, stage in read_plan(workflow).stages.items():
+        component = stage.component
+        # A stage without a template of its own runs in a pod of iterations.
+        if component and name in templates and name not in repeated:
+            params = component.validate(stage.parameters)
+            tracked = params.model_dump(mode="json", exclude=component.untracked)
+            _check_params(run, name, tracked, params_by_stage.get(component.name))
 
 
 def _check_params(

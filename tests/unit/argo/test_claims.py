@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hera.workflows import DAG
 
-from tuneloop.argo.claim_steps import list_entry_templates
 from tuneloop.argo.claims import find_placement_errors
 from tuneloop.argo.jobset import pod_spec
 from tuneloop.argo.lint import lint_workflow
+from tuneloop.argo.run_plan import plan_stage, plan_stages
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cluster.run_workflows import as_template, prepare_workflow
 from tuneloop.cluster.schedule import build_data_check_spec
@@ -20,6 +20,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.local.executor import execute_parts
 from tuneloop.planning.plan import render_plan
 from tuneloop.stages.data_prep import data_prep
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import QUEUE_LABEL, Cluster, Share
 
 SHARED = ("cluster.share.group=demo", "cluster.share.device_class=gpu.example.com")
@@ -41,8 +42,7 @@ def claim_of(made: dict[str, Any], name: str) -> dict[str, str]:
 
 def test_every_part_of_a_long_run_makes_its_reservations_first_and_releases_them() -> None:
     made = grpo("cluster.share.roles=apart")
-    assert list_entry_templates(made) == ["main", "continued"]
-    for name in list_entry_templates(made):
+    for name in ("main", "continued"):
         first, *others = template(made, name)["dag"]["tasks"]
         assert first == {"name": "claim", "template": "take-claim"}
         assert all(task["depends"] for task in others)
@@ -117,8 +117,9 @@ def test_a_placement_of_ones_own_is_refused(at: str, field: str, value: Any) -> 
 
 def test_a_workflow_that_would_reserve_nothing_is_refused() -> None:
     cluster = Cluster(share=Share(group="demo", device_class="gpu.example.com"))
+    rollout = find_pipeline("grpo").module.rollout
     with define_workflow("forgotten") as built:
-        stage = stage_template(find_pipeline("grpo").module.rollout, {}, cluster=cluster)
+        stage = stage_template(rollout, plan_stage(StageSpec(rollout), cluster), cluster)
         with DAG(name="main"):
             stage(name="rollout", arguments={"policy": "p", "prompts": "q", "rollouts": "r"})
     (fault,) = find_placement_errors(built.to_dict())
@@ -170,10 +171,10 @@ def test_one_machine_has_no_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     cluster = Cluster(share=Share(group="demo", device_class="gpu.example.com"))
     using = copy.copy(data_prep)
     using.accelerator = True
-    with define_workflow("shared", cluster=cluster) as built:
-        stage = stage_template(
-            using, {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}, cluster=cluster
-        )
+    spec = StageSpec(using, source_args={"digits": 2}, train=8, eval=4, sft=0)
+    plan = plan_stages("shared", [spec], cluster)
+    with define_workflow("shared", plan=plan, cluster=cluster) as built:
+        stage = stage_template(using, plan.stages["data-prep"], cluster)
         with DAG(name="main"):
             stage(
                 name="data-prep",

@@ -15,12 +15,14 @@ from hera.workflows import DAG, Container, Parameter
 from tests.waiting import LIMIT_S, until
 from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import pod_fields
+from tuneloop.argo.run_plan import plan_stage
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.core.errors import UserError
 from tuneloop.local.executor import execute_workflow
 from tuneloop.local.journal import Node
 from tuneloop.sharing.lease_storage import open_lease_group
 from tuneloop.stages.rollout import rollout
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import Cluster, Share
 
 SHARED = Cluster(share=Share(group="g", patience=10))
@@ -31,6 +33,7 @@ RELEASES = """
 import json, os, sys
 from pathlib import Path
 from tests.waiting import until
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.core import fencing
 
 store, number = Path(sys.argv[1]).parent, fencing.check_lease()["number"]
@@ -122,7 +125,7 @@ def test_a_stage_waits_for_another_run_and_stops_waiting(tmp_path: Path) -> None
 def test_the_sidecar_alone_has_a_token() -> None:
     """It starts first, with rights of its own; the stage's container mounts what it says, and no token."""
     with define_workflow("x") as built:
-        stage_template(rollout, {}, dynamic=["iteration"], cluster=SHARED)
+        stage_template(rollout, plan_stage(StageSpec(rollout), SHARED, ["iteration"]), SHARED)
     [template] = built.to_dict()["spec"]["templates"]
     [turn] = template["initContainers"]
     mounts = {

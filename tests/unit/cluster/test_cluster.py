@@ -99,7 +99,7 @@ def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:
         live["status"]["nodes"] = {"n": {**node, "phase": "Succeeded"}}
         with pytest.raises(
             UserError,
-            match=r"exists with another policy-update\.learning-rate; submit it as it was",
+            match=r"exists with another policy-update\.learning_rate; submit it as it was",
         ):
             argo.create_workflow(cluster, mended, "demo")
         larger = prepared(
@@ -183,7 +183,7 @@ def test_addresses_and_processes_of_a_run_may_change() -> None:
         )[1]
         == 2
     )
-    with pytest.raises(UserError, match=r"exists with another rollout\.max-tokens;"):
+    with pytest.raises(UserError, match=r"exists with another rollout\.max_tokens;"):
         argo.prepare_resumption(
             of_fleet("http://b:1", "nodes=2", "rollout.max_tokens=3"), [live], "demo"
         )
@@ -198,7 +198,7 @@ def test_stages_that_share_a_pod_may_change_their_images_and_not_their_settings(
         )[1]
         == 2
     )
-    with pytest.raises(UserError, match=r"exists with another policy-update\.learning-rate;"):
+    with pytest.raises(UserError, match=r"exists with another policy-update\.learning_rate;"):
         argo.prepare_resumption(
             prepared("grpo", *coarse, "update.learning_rate=0.001"), [live], "demo"
         )

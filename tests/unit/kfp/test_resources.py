@@ -16,12 +16,14 @@ import yaml
 
 from tests.compiling import compiled
 from tuneloop.argo import trainjob
+from tuneloop.argo.run_plan import plan_stage
 from tuneloop.argo.template import stage_template
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.stages.model_reward import model_reward
 from tuneloop.stages.rollout import rollout
 from tuneloop.training.backends.native import Native
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import QUEUE_LABEL, AcceleratorResources, Cluster
 
 LOOPS, OTHERS = ("grpo", "sft_then_grpo"), ("sft", "dpo")
@@ -321,7 +323,9 @@ def test_stages_of_ones_own(served: bool) -> None:
         names = [
             name for name in wired if name in component.Params.model_fields and name not in given
         ]
-        made = stage_template(component, given, dynamic=names, cluster=cluster)
+        stage = plan_stage(StageSpec(component, **given), cluster, names)
+        made: Any = stage_template(component, stage, cluster)
+        assert stage.resources.accelerators == expected, given
         assert int(made.resources.gpus or 0) == expected, given
 
 

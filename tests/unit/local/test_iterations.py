@@ -16,7 +16,7 @@ from tuneloop.config.loading import find_pipeline
 from tuneloop.core.artifacts import Draft
 from tuneloop.core.errors import UserError
 from tuneloop.local.iterations import RECORDS
-from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall, expand_pod, find_pod
+from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall
 
 COARSE = ["engine.kind=transformers", "loop.iterations_per_pod=10"]
 
@@ -27,13 +27,19 @@ def workflow() -> dict:
     return found.module.build_argo(found.configure(None, COARSE)).to_dict()
 
 
+def list_pod_words(workflow: dict) -> list[str]:
+    """The words of the pod that runs iterations."""
+    templates = {template["name"]: template for template in workflow["spec"]["templates"]}
+    return templates["iterations"]["container"]["args"]
+
+
 def test_the_steps_of_a_pod_have_the_flags_of_pods_of_their_own(workflow: dict) -> None:
     found = find_pipeline("grpo")
     fine = found.module.build_argo(
         found.configure(None, [*COARSE[:1], "loop.iterations_per_pod=0"])
     ).to_dict()
     alone = {template["name"]: template for template in fine["spec"]["templates"]}
-    words = find_pod(workflow)["container"]["args"]
+    words = list_pod_words(workflow)
     text = words[words.index("--loop") + 1]
     assert "{{" not in text, "nothing that Argo would replace, which knows no JSON"
     for step in PodLoop.model_validate_json(text).steps:
@@ -42,23 +48,6 @@ def test_the_steps_of_a_pod_have_the_flags_of_pods_of_their_own(workflow: dict) 
         assert {f"--{name}" for name in (*step.wires, step.output)} == set(
             args[len(step.flags) :: 2]
         )
-
-
-def test_who_reads_a_workflow_sees_the_stages_of_its_pods(workflow: dict) -> None:
-    names = {t["name"] for t in workflow["spec"]["templates"]}
-    assert "iterations" in names and not names & {"rollout", "reward", "policy-update"}
-    unfolded, per_pod = expand_pod(workflow)
-    assert per_pod == 10 and find_pod(unfolded) is None
-    templates = {t["name"]: t for t in unfolded["spec"]["templates"]}
-    assert [task["template"] for task in templates["iterations"]["dag"]["tasks"]] == [
-        "rollout",
-        "reward",
-        "policy-update",
-    ]
-    assert (
-        templates["policy-update"]["container"]["resources"]
-        == find_pod(workflow)["container"]["resources"]
-    )
 
 
 STAGE = '''
@@ -231,7 +220,7 @@ def test_a_number_of_its_own_or_none_where_one_pod_cannot_run_the_loop() -> None
             UserError, match=r"^loop.iterations_per_pod: .* must be auto or a number"
         ):
             chosen(f"loop.iterations_per_pod={wrong}")
-    auto = find_pod(found.build(found.configure()))["container"]["args"]
+    auto = list_pod_words(found.build(found.configure()))
     assert auto[auto.index("--per-pod") + 1 :][:2] == [
         "{{workflow.parameters.per-workflow}}",
         "--auto",

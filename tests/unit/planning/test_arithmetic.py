@@ -8,50 +8,48 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.unit.planning.test_plan import PUBLISHED, leaf
+from tests.planned import carrying, planned
+from tests.unit.planning.test_plan import PUBLISHED
 from tuneloop.cli import run_cli
 from tuneloop.core.errors import UserError
 from tuneloop.planning.arithmetic import estimate_seconds
 from tuneloop.training.devices import DEVICES, find_device
+from tuneloop.workflow.plan import StagePlan
 
 SIZE = "596,049,920"
 H100 = 0.4 * 989e12
 """Operations a second that are assumed, and below bytes."""
 BYTES = 0.6 * 3.35e12
-TRAINED = ["--dtype", "bfloat16", "--max-length", "1000", "--per-device-train-batch-size", "8"]
-ASKED = ["--prompts-per-iteration", "100", "--n", "4", "--max-tokens", "200"]
-CARRYING = ["--carry-after", "64"]
+TRAINED: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_length": 1000,
+    "per_device_train_batch_size": 8,
+}
+ASKED: dict[str, Any] = {"prompts_per_iteration": 100, "n": 4, "max_tokens": 200}
 
 
 def estimate(
-    tmp_path: Path, *stages: dict[str, Any], device: str = "H100"
+    tmp_path: Path, *stages: StagePlan, device: str = "H100"
 ) -> tuple[dict[str, float], list[str]]:
     """Estimate stages that follow one another, on Qwen3-0.6B."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-0.6B"][1]))
-    leaves = [leaf("base-model", "base_model", "--model", str(tmp_path)), *stages]
-    calls = [[{"name": each["name"], "template": each["name"]}] for each in leaves]
-    spec = {"entrypoint": "main", "templates": [*leaves, {"name": "main", "steps": calls}]}
-    return estimate_seconds({"spec": spec}, device)
-
-
-def gpus(count: int) -> dict[str, Any]:
-    return {"limits": {"nvidia.com/gpu": count}}
+    return estimate_seconds(carrying([planned("base_model", model=str(tmp_path)), *stages]), device)
 
 
 @pytest.mark.parametrize(
     ("more", "operations"),
     [
-        ([], 6),
-        (["--gradient-checkpointing", "true"], 8),
-        (["--lora", '{"r": 8}'], 4),
-        (["--lora", '{"r": 8}', "--gradient-checkpointing", "true"], 6),
+        ({}, 6),
+        ({"gradient_checkpointing": True}, 8),
+        ({"lora": {"r": 8}}, 4),
+        ({"lora": {"r": 8}, "gradient_checkpointing": True}, 6),
     ],
 )
 def test_training_takes_so_many_operations_a_parameter_and_token(
-    tmp_path: Path, more: list[str], operations: int
+    tmp_path: Path, more: dict[str, Any], operations: int
 ) -> None:
-    steps = ["--max-steps", "100", "--gradient-accumulation-steps", "2", *TRAINED, *more]
-    seconds, lines = estimate(tmp_path, leaf("sft", "sft", *steps, resources=gpus(4)))
+    steps = {"max_steps": 100, "gradient_accumulation_steps": 2, **TRAINED, **more}
+    seconds, lines = estimate(tmp_path, planned("sft", accelerators=4, **steps))
     # 1,600 sequences of 1,000 tokens, on four devices; 6 operations: 5.722e15 at 1.5824e15 a second
     assert seconds == {"sft": pytest.approx(operations * 596_049_920 * 1.6e6 / (4 * H100))}
     assert operations != 6 or seconds["sft"] == pytest.approx(3.616, abs=1e-3)
@@ -63,25 +61,16 @@ def test_training_takes_so_many_operations_a_parameter_and_token(
 
 
 def test_a_pair_is_two_sequences(tmp_path: Path) -> None:
-    stage = leaf("preference", "preference", "--max-steps", "10", *TRAINED, resources=gpus(1))
+    stage = planned("preference", max_steps=10, accelerators=1, **TRAINED)
     _, (line, _) = estimate(tmp_path, stage)
     assert line.startswith(f"  preference: 6 × {SIZE} × 160 × 1000 tokens")
 
 
 def test_a_token_takes_a_pass_over_weights_and_cache(tmp_path: Path) -> None:
-    engine = ["--engine-args", '{"max_model_len": 1000, "max_num_seqs": 150}']
-    update = leaf(
-        "policy-update",
-        "policy_update",
-        "--updates-per-batch",
-        "2",
-        "--dtype",
-        "bfloat16",
-        resources=gpus(1),
-    )
-    seconds, lines = estimate(
-        tmp_path, leaf("rollout", "rollout", *ASKED, *engine, resources=gpus(1)), update
-    )
+    engine = {"max_model_len": 1000, "max_num_seqs": 150}
+    update = planned("policy_update", updates_per_batch=2, dtype="bfloat16", accelerators=1)
+    rollout = planned("rollout", accelerators=1, engine_args=engine, **ASKED)
+    seconds, lines = estimate(tmp_path, rollout, update)
     # 400 completions, 150 at once: three rounds of 200 tokens. A step reads 1.192 GB of weights and of 150 sequences
     # 900 tokens, on the mean, of 114,688 bytes each: 15.483 GB, together 16.675 GB. The prompts have 320,000 tokens.
     step, prompts = (1.1921e9 + 15.4829e9) / BYTES, 2 * 596_049_920 * 320_000 / H100
@@ -97,47 +86,31 @@ def test_a_token_takes_a_pass_over_weights_and_cache(tmp_path: Path) -> None:
 
 
 def test_engines_share_the_completions_and_tensor_parallel_ranks_a_step(tmp_path: Path) -> None:
-    engine = ["--engine-args", '{"max_model_len": 1000, "tensor_parallel_size": 2}']
-    seconds, lines = estimate(
-        tmp_path, leaf("rollout", "rollout", *ASKED, *engine, resources=gpus(4))
-    )
+    engine = {"max_model_len": 1000, "tensor_parallel_size": 2}
+    rollout = planned("rollout", accelerators=4, engine_args=engine, **ASKED)
+    seconds, lines = estimate(tmp_path, rollout)
     step = (2 * 596_049_920 + 200 * 900 * 114_688) / BYTES / 2
     assert seconds["rollout"] == pytest.approx(200 * step + 2 * 596_049_920 * 320_000 / (4 * H100))
     assert "200 steps of 200 at once" in lines[0]
 
 
 def test_many_short_sequences_are_bound_by_computing(tmp_path: Path) -> None:
-    many = ["--prompts-per-iteration", "4000", "--n", "1", "--max-tokens", "2"]
-    engine = ["--engine-args", '{"max_model_len": 4, "max_num_seqs": 4000}']
-    seconds, _ = estimate(tmp_path, leaf("rollout", "rollout", *many, *engine, resources=gpus(1)))
+    many = {"prompts_per_iteration": 4000, "n": 1, "max_tokens": 2}
+    engine = {"max_model_len": 4, "max_num_seqs": 4000}
+    seconds, _ = estimate(tmp_path, planned("rollout", accelerators=1, engine_args=engine, **many))
     assert seconds["rollout"] == pytest.approx((2 + 2) * 2 * 596_049_920 * 4000 / H100), (
         "two tokens, and two of a prompt"
     )
 
 
 def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lm_eval = {"tasks": ["gsm8k"], "limit": 9}
     stages = [
-        leaf("sft", "sft", "--dtype", "float32", resources=gpus(1)),
-        leaf("rollout", "rollout", *ASKED, resources=gpus(1)),
-        leaf("evaluate", "evaluate", "--limit", "9", "--max-tokens", "2"),
-        leaf(
-            "evaluate-lm-eval",
-            "evaluate_lm_eval",
-            "--tasks",
-            '["gsm8k"]',
-            "--limit",
-            "9",
-            resources=gpus(1),
-        ),
-        leaf(
-            "preference",
-            "preference",
-            "--max-steps",
-            "10",
-            "--dtype",
-            "bfloat16",
-            resources=gpus(1),
-        ),
+        planned("sft", dtype="float32", accelerators=1),
+        planned("rollout", accelerators=1, **ASKED),
+        planned("evaluate", limit=9, max_tokens=2),
+        planned("evaluate_lm_eval", accelerators=1, **lm_eval),
+        planned("preference", max_steps=10, dtype="bfloat16", accelerators=1),
     ]
     said = [
         "sft: {}dtype is float32, and peaks are known of bfloat16",
@@ -149,7 +122,7 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(UserError) as refused:
         estimate(tmp_path, *stages)
     assert refused.value.remedy == "; ".join(each.format("not estimated: ") for each in said)
-    known = leaf("reward-model", "reward_model", "--max-steps", "10", *TRAINED, resources=gpus(1))
+    known = planned("reward_model", max_steps=10, accelerators=1, **TRAINED)
     seconds, lines = estimate(tmp_path, *stages, known)
     assert [*seconds] == ["reward-model"]
     assert lines[:-2] == [f"  {each.format('not estimated: ')}" for each in said]
@@ -180,37 +153,32 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("most", [1000, 1200])
 def test_a_completion_leaves_room_for_its_prompt(tmp_path: Path, most: int) -> None:
-    asked = ["--prompts-per-iteration", "4", "--n", "4", "--max-tokens", str(most)]
-    engine = ["--engine-args", '{"max_model_len": 1000}']
+    asked = {"prompts_per_iteration": 4, "n": 4, "max_tokens": most}
+    engine = {"max_model_len": 1000}
+    rollout = planned("rollout", accelerators=1, engine_args=engine, **asked)
     with pytest.raises(
         UserError,
         match=r"rollout: not estimated: max_tokens leaves no room for a prompt in engine\.args",
     ):
-        estimate(tmp_path, leaf("rollout", "rollout", *asked, *engine, resources=gpus(1)))
+        estimate(tmp_path, rollout)
 
 
 def test_of_groups_that_are_carried_those_of_an_iteration_count(tmp_path: Path) -> None:
-    engine = [
-        "--engine-args",
-        '{"max_model_len": 1000, "max_num_seqs": null, "tensor_parallel_size": null}',
-    ]
-    asked = [*ASKED, "--oversampled-prompts", "150"]
+    engine = {"max_model_len": 1000, "max_num_seqs": None, "tensor_parallel_size": None}
+    asked = {"oversampled_prompts": 150, "engine_args": engine, **ASKED}
+    carrying_on = {"carry_after": 64, **asked}
     rollouts = [
-        leaf(f"r{len(more)}", "rollout", *asked, *engine, *more, resources=gpus(1))
-        for more in ([], CARRYING)
+        planned("rollout", "whole", accelerators=1, **asked),
+        planned("rollout", "carried", accelerators=1, **carrying_on),
     ]
     _, (whole, carried, _) = estimate(tmp_path, *rollouts)
     assert "600 × 800 tokens of prompts" in whole and "400 × 800 tokens of prompts" in carried
 
 
 def test_an_engine_has_the_devices_of_its_pipeline(tmp_path: Path) -> None:
-    engine = [
-        "--engine-args",
-        '{"max_model_len": 1000, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}',
-    ]
-    seconds, lines = estimate(
-        tmp_path, leaf("rollout", "rollout", *ASKED, *engine, resources=gpus(8))
-    )
+    engine = {"max_model_len": 1000, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    rollout = planned("rollout", accelerators=8, engine_args=engine, **ASKED)
+    seconds, lines = estimate(tmp_path, rollout)
     step = (2 * 596_049_920 + 200 * 900 * 114_688) / BYTES / 2
     assert seconds["rollout"] == pytest.approx(200 * step + 2 * 596_049_920 * 320_000 / (8 * H100))
     assert "200 steps of 200 at once" in lines[0], "two engines of four"
@@ -222,7 +190,7 @@ def test_a_model_with_experts_is_not_estimated(
     save_file({"a": np.zeros((3, 5), np.float16)}, tmp_path / "model.safetensors")
     monkeypatch.setitem(PUBLISHED["Qwen3-0.6B"][1], "num_experts", 8)
     with pytest.raises(UserError, match=r"--device: 'H100': needs a dense model: .* has experts"):
-        estimate(tmp_path, leaf("sft", "sft", "--max-steps", "1", *TRAINED, resources=gpus(1)))
+        estimate(tmp_path, planned("sft", max_steps=1, accelerators=1, **TRAINED))
 
 
 def test_hours_and_cost_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:

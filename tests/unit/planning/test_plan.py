@@ -5,12 +5,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.planned import carrying, planned
 from tuneloop.argo import memory_estimate
 from tuneloop.config.loading import find_pipeline
 from tuneloop.config.model_facts import Model, shape_of
-from tuneloop.planning import plan
+from tuneloop.planning import plan as planning
 from tuneloop.planning.checkpoint_size import describe_checkpoint
-from tuneloop.workflow import rendered_stages
+from tuneloop.planning.cost import estimate_cost
+from tuneloop.planning.counts import count_pods, count_runs
+from tuneloop.stages.sft import sft
+from tuneloop.workflow.plan import read_plan
 
 # Sizes that the models' publishers state, with the configurations that they publish.
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -58,110 +62,75 @@ def test_what_the_formula_does_not_cover_is_not_guessed(tmp_path: Path) -> None:
     assert "no 'hidden_size'" in str(shape_of("m", {"num_attention_heads": 2}, None))
 
 
-def leaf(name: str, stage: str, *args: str, **more: Any) -> dict[str, Any]:
-    command = ["python", "-m", f"tuneloop.stages.{stage}"]
-    return {
-        "name": name,
-        "container": {"image": "tuneloop/x:1", "command": command, "args": list(args), **more},
-    }
-
-
-WORKFLOW: dict[str, Any] = {
-    "spec": {
-        "entrypoint": "main",
-        "arguments": {"parameters": [{"name": "run"}, {"name": "iterations", "value": "10"}]},
-        "templates": [
-            leaf("base-model", "base_model", "--model", "tiny-qwen3", "--vocab-size", "300"),
-            leaf("sft", "sft", "--max-steps=30", resources={"limits": {"nvidia.com/gpu": 2}}),
-            leaf(
-                "rollout",
-                "rollout",
-                "--prompts-per-iteration",
-                "4",
-                "--n",
-                "8",
-                "--max-tokens",
-                "16",
-            ),
-            {
-                "name": "loop",
-                "dag": {
-                    "tasks": [
-                        {"name": "rollout", "template": "rollout"},
-                        {"name": "check", "template": "sft", "when": "x == y"},
-                        {"name": "next", "template": "loop", "when": "a < b"},
-                    ]
-                },
-            },
-            {
-                "name": "main",
-                "steps": [
-                    [
-                        {"name": "base", "template": "base-model"},
-                        {"name": "sft", "template": "sft"},
-                    ],
-                    [{"name": "loop", "template": "loop"}],
-                ],
-            },
-        ],
-    }
+LOOP = {
+    "name": "loop",
+    "dag": {
+        "tasks": [
+            {"name": "rollout", "template": "rollout"},
+            {"name": "check", "template": "sft", "when": "x == y"},
+            {"name": "next", "template": "loop", "when": "a < b"},
+        ]
+    },
+}
+MAIN = {
+    "name": "main",
+    "steps": [
+        [{"name": "base", "template": "base-model"}, {"name": "sft", "template": "sft"}],
+        [{"name": "loop", "template": "loop"}],
+    ],
 }
 
 
+def looped(**sampling: int) -> dict[str, Any]:
+    """A workflow whose loop samples with these parameters, and trains where a condition holds."""
+    stages = [
+        planned("base_model", model="tiny-qwen3", vocab_size=300),
+        planned("sft", max_steps=30, accelerators=2),
+        planned("rollout", prompts_per_iteration=4, n=8, max_tokens=16, **sampling),
+    ]
+    return carrying(stages, [LOOP, MAIN], iterations="10")
+
+
+WORKFLOW = looped()
+
+
+def work(workflow: dict[str, Any]) -> dict[str, str]:
+    """Stage → what it does at most."""
+    plan = read_plan(workflow)
+    times = count_runs(workflow, plan).stages
+    return dict(planning.estimate_work(plan.stages.values(), times))
+
+
 def test_pods_are_counted_through_loops() -> None:
-    assert plan.count_pods(WORKFLOW) == {"base-model": 1, "sft": 1 + 10, "rollout": 10}
+    assert count_pods(WORKFLOW) == {"base-model": 1, "sft": 1 + 10, "rollout": 10}
 
 
-def test_flags_ranks_and_accelerators_are_those_of_the_container() -> None:
-    template = {
-        "name": "t",
-        "container": {
-            "image": "i",
-            "command": [
-                "python",
-                "-m",
-                "tuneloop.training.torchrun",
-                "--nproc-per-node=4",
-                "-m",
-                "tuneloop.stages.sft",
-            ],
-            "args": ["--learning-rate", "1e-3", "--out={{inputs.parameters.out}}"],
-            "resources": {"limits": {"cpu": "2", "nvidia.com/gpu": "4"}},
-        },
-    }
-    stage = rendered_stages.read_stage(template)
-    assert (stage.role, stage.ranks, stage.accelerators) == ("trainer", 4, 4)
+def test_numbers_are_those_of_a_plan() -> None:
+    stage = planned("sft", learning_rate=1e-3, gradient_checkpointing=True, device="cpu")
+    assert stage.role == "trainer" and stage.component is sft
     assert stage.number("learning_rate") == 1e-3
-    assert stage.number("out") is None
+    assert stage.number("gradient_checkpointing") is None
+    assert stage.number("device") is stage.number("max_steps") is None
+
+
+def test_another_backend_starts_its_ranks_itself() -> None:
+    assert planned("sft", processes=4).ranks == 4
+    assert planned("sft", processes=4, backend="native").ranks == 4
+    assert planned("sft", backend="trl", expected_world_size=4).ranks == 4
 
 
 def test_the_plan_shows_graph_work_and_arithmetic() -> None:
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(plan.render_plan("toy", WORKFLOW))
+    console.print(planning.render_plan("toy", WORKFLOW))
     text = console.export_text()
     assert "toy: at most 22 pods" in text
     assert "↺ loop again, at most 10 times in all" in text
     assert "check (while its condition holds)" in text
     assert "rollout: 10 × 4 prompts × 8 = 320 completions, at most 5,120 tokens" in text
-    more = json.loads(json.dumps(WORKFLOW).replace('"--n"', '"--oversampled-prompts", "6", "--n"'))
-    stages = [
-        rendered_stages.read_stage(each)
-        for each in more["spec"]["templates"]
-        if "container" in each
-    ]
-    assert (
-        "rollout",
-        "10 × 6 prompts × 8 = 480 completions, at most 7,680 tokens",
-    ) in plan.estimate_work(stages, plan.count_pods(more))
-    carried = json.loads(json.dumps(more).replace('"--n"', '"--carry-after", "8", "--n"'))
-    stages = [
-        rendered_stages.read_stage(each)
-        for each in carried["spec"]["templates"]
-        if "container" in each
-    ]
-    assert any(
-        "10 × 4 prompts" in text for _, text in plan.estimate_work(stages, plan.count_pods(carried))
-    )
+    oversampled = work(looped(oversampled_prompts=6))
+    assert oversampled["rollout"] == "10 × 6 prompts × 8 = 480 completions, at most 7,680 tokens"
+    carried = work(looped(oversampled_prompts=6, carry_after=8))
+    assert "10 × 4 prompts" in carried["rollout"]
     # 300 × 128 embeddings + 4 × (2·128·4·32 + 2·128·2·32 + 3·128·384 + 2·128 + 2·32) + 128
     assert "tiny-qwen3: 826,240 parameters" in text
     assert "826,240 × (4 weights + 4 gradients + 8 Adam) = 13.2 MB" in text
@@ -173,24 +142,19 @@ def test_the_plan_shows_graph_work_and_arithmetic() -> None:
 
 def test_a_model_directory_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-0.6B"][1]))
-    model = memory_estimate.model_of(
-        [rendered_stages.read_stage(leaf("b", "base_model", "--model", str(tmp_path)))]
-    )
+    model = memory_estimate.model_of([planned("base_model", model=str(tmp_path))])
     assert isinstance(model, Model)
     assert model.parameters == 596_049_920
     assert model.kv_bytes == 2 * 28 * 8 * 128 * 2
-    assert "no directory here" in str(
-        memory_estimate.model_of(
-            [rendered_stages.read_stage(leaf("b", "base_model", "--model", "a/hub-name"))]
-        )
-    )
+    elsewhere = memory_estimate.model_of([planned("base_model", model="a/hub-name")])
+    assert "no directory here" in str(elsewhere)
 
 
 def drawn(*sets: str) -> str:
     """The plan of the pipeline grpo."""
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     found = find_pipeline("grpo")
-    console.print(plan.render_plan("grpo", found.build(found.configure(None, sets))))
+    console.print(planning.render_plan("grpo", found.build(found.configure(None, sets))))
     return console.export_text()
 
 
@@ -205,28 +169,24 @@ def test_a_coarse_grain_is_the_same_work_in_fewer_pods() -> None:
 def test_state_that_is_written_now_and_then_is_counted_so() -> None:
     model = Model("7B", 7 * 10**9, "", 32, 4096, 32, 128, 32000, {"q_proj": (4096, 4096)})
 
-    def told(*flags: str) -> str:
-        return describe_checkpoint(
-            rendered_stages.read_stage(leaf("u", "policy_update", *flags)), model, "bfloat16"
-        )
+    def told(**parameters: Any) -> str:
+        return describe_checkpoint(planned("policy_update", **parameters), model, "bfloat16")
 
     whole = "model/ 7,000,000,000 × 2 = 14 GB, trainer/ 7,000,000,000 × 12 = 84 GB"
-    assert told("--save-dtype", "bfloat16") == f"{whole}, with both 98 GB"
+    assert told(save_dtype="bfloat16") == f"{whole}, with both 98 GB"
     rest = "each 5 iterations: 30.8 GB an iteration; a new process replays at most 4 updates"
-    assert told("--dtype", "bfloat16", "--state-every", "5") == f"{whole} {rest}"
-    assert "trainer/ 4,194,304 × 12 = 50.3 MB" in told("--lora", '{"r": 16}')
-    assert told("--lora", '{"target_modules": "q.*"}').endswith(", trainer/ not estimated")
+    assert told(dtype="bfloat16", state_every=5) == f"{whole} {rest}"
+    assert "trainer/ 4,194,304 × 12 = 50.3 MB" in told(lora={"r": 16})
+    assert told(lora={"target_modules": "q.*"}).endswith(", trainer/ not estimated")
 
 
 def test_gradient_checkpointing_is_counted() -> None:
     model = Model("m", 1000, "", layers=10, hidden=8, kv_heads=1, head_dim=8, vocab=16)
-    flags = ("--max-length", "32", "--per-device-train-batch-size", "4", "--dtype", "bfloat16")
+    batch = {"max_length": 32, "per_device_train_batch_size": 4, "dtype": "bfloat16"}
     # A layer like Llama's: 24 × 8 + 12 × (8 queries + 8 keys) + 8 × 32.
     layer = 640
-    for checkpointing, kept in (("false", 10 * layer), ("true", 10 * 4 * 8 + layer)):
-        stage = rendered_stages.read_stage(
-            leaf("sft", "sft", *flags, "--gradient-checkpointing", checkpointing)
-        )
+    for checkpointing, kept in ((False, 10 * layer), (True, 10 * 4 * 8 + layer)):
+        stage = planned("sft", gradient_checkpointing=checkpointing, **batch)
         assert memory_estimate.estimate_memory_parts(stage, model, None)[1][1] == 4 * 32 * kept
 
 
@@ -238,5 +198,20 @@ def test_the_overlapped_loop_samples_as_many_batches_as_it_trains_on() -> None:
         "loop.iterations=7",
         "loop.per_workflow=3",
     ]
-    pods = plan.count_pods(pipeline.build(pipeline.configure(None, sets)))
+    pods = count_pods(pipeline.build(pipeline.configure(None, sets)))
     assert (pods["rollout"], pods["reward"], pods["policy-update"]) == (7, 7, 7)
+
+
+def test_an_evaluation_within_a_pod_is_counted_as_often_as_it_runs() -> None:
+    pipeline = find_pipeline("grpo")
+    sets = ["engine=transformers", "loop.iterations=60", "loop.evaluate_every=5"]
+    workflow = pipeline.build(pipeline.configure(None, sets))
+    counts = count_runs(workflow, read_plan(workflow))
+    assert counts.stages["evaluate"] == 2 + 12 and counts.pods["evaluate"] == 2
+
+
+def test_the_seconds_of_a_job_of_several_pods_are_its_stages() -> None:
+    pipeline = find_pipeline("sft")
+    workflow = pipeline.build(pipeline.configure(None, ["nodes=2"]))
+    hours, *_ = estimate_cost(workflow, {"sft": 3600.0}, "at most", "as r took", None)
+    assert "sft-job 1 × 3.6e+03 s" in hours

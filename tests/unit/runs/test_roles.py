@@ -2,13 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
+from tuneloop.argo.run_plan import plan_stages
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.kfp.iterations import find_position
 from tuneloop.runs.run_record import Run
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
-from tuneloop.workflow.rendered_stages import read_loop, read_stage
+from tuneloop.workflow.settings import Cluster
 
 
 @component("checkpoint", role="trainer", results={"version": int})
@@ -81,48 +82,17 @@ def test_the_position_of_a_loop_of_other_stages(tmp_path: Path) -> None:
     assert (found.carried["policy"]["version"], found.last, found.ended) == (1, 1, True)
 
 
-def test_the_loop_of_a_rendered_workflow() -> None:
-    def leaf(name: str, *command: str) -> dict[str, Any]:
-        return {"name": name, "container": {"command": [*command]}}
-
-    ours = ("python", "-m", __name__)
-    ranks = (
-        "python",
-        "-m",
-        "tuneloop.training.torchrun",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        __name__,
-    )
-    called = ("draw", "serve", "judge", "distil", "examine", "loop")
-    loop = {"name": "loop", "dag": {"tasks": [{"name": name, "template": name} for name in called]}}
-    main = {
-        "name": "main",
-        "dag": {"tasks": [{"name": name, "template": name} for name in ("sft", "loop")]},
-    }
-    templates = [
-        *(
-            leaf("draw", *ours),
-            leaf("judge", *ours),
-            leaf("distil", *ranks),
-            leaf("examine", *ours),
-        ),
-        leaf("serve", "python", "-m", "tuneloop.inference.server"),
-        leaf("sft", "python", "-m", "tuneloop.stages.sft"),
-        leaf("absent", "python", "-m", "antigravity"),
-        *(loop, main),
-    ]
-    assert read_loop({"spec": {"templates": templates}}) == {
+def test_a_plan_has_the_roles_of_stages_under_other_names() -> None:
+    specs = [StageSpec(stage) for stage in (draw, judge, distil, examine)]
+    plan = plan_stages("distilling", specs, Cluster(), wired=["iteration"])
+    roles = {name: stage.role for name, stage in plan.stages.items()}
+    assert roles == {
         "draw": "sampler",
         "judge": "scorer",
         "distil": "trainer",
+        "examine": "evaluator",
     }
+    assert plan.stages["distil"].component is distil
+    absent = plan.stages["draw"].model_copy(update={"module": "antigravity"})
+    assert absent.component is None
     assert "antigravity" not in sys.modules, "reading starts nobody's program"
-    roles = {template["name"]: read_stage(template).role for template in templates[:-2]}
-    assert (roles["examine"], roles["serve"], roles["sft"], roles["absent"]) == (
-        "evaluator",
-        None,
-        "trainer",
-        None,
-    )

@@ -18,7 +18,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.local.journal import Node
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.run_record import Run
-from tuneloop.workflow.pod_loop import find_pod
+from tuneloop.workflow.plan import read_plan
 
 
 def find_device(stage: Component | None) -> str:
@@ -63,7 +63,8 @@ def read_recorded_tasks(run: Run) -> list[Task]:
 def _of_whole_iterations(run: Run) -> list[Entry]:
     """List what the loop committed, by iteration and start."""
     config = run.record.config if run.record else {}
-    if run.record and find_pod(run.read_workflow()):
+    loop = read_plan(run.read_workflow()).loop if run.record else None
+    if loop and loop.pod:
         raise UserError(
             "--measured",
             run.name,

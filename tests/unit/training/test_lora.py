@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.planned import planned
 from tests.unit.training.test_fsdp import ADAM
 from tuneloop.argo.memory_estimate import (
     count_adapter_parameters,
@@ -23,7 +24,6 @@ from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.trainer import Trainer
 from tuneloop.training.lora import Lora, disable_adapters
 from tuneloop.training.scorer import ScoreTrainer
-from tuneloop.workflow.rendered_stages import Stage
 
 LORA = Lora(r=2, lora_alpha=8)
 
@@ -107,14 +107,12 @@ def test_adapters_are_as_many_as_the_plan_counts(model, documents):
         ({"r": 3}, "all-linear"),
         ({"r": 4, "target_modules": ["q_proj", "down_proj"]}, "two"),
     ):
-        stage = Stage("sft", "tuneloop.stages.sft", {"lora": json.dumps(options)}, "", 0, 1)
+        stage = planned("sft", lora=options)
         assert (
             count_adapter_parameters(stage, shape)
             == trained(model, documents, 0, lora=Lora(**options)).count()
         ), targets
-    unknown = Stage(
-        "sft", "tuneloop.stages.sft", {"lora": '{"target_modules": ".*_proj"}'}, "", 0, 1
-    )
+    unknown = planned("sft", lora={"target_modules": ".*_proj"})
     assert count_adapter_parameters(unknown, shape) is None and not is_memory_estimate_complete(
         unknown, shape, 64
     )
