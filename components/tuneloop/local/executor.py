@@ -1,5 +1,8 @@
-"""Run an Argo Workflow on this machine, as `render` writes it and `submit` sends it. Each pod is a process group. The
-workflows of a run of several (`execute_parts`) share a work directory, which `tuneloop.local.journal` describes."""
+"""Run an Argo Workflow on this machine, as `render` writes it and `submit` sends it.
+
+Each pod is a process group. The workflows of a run of several (`execute_parts`) share a work
+directory, which `tuneloop.local.journal` describes.
+"""
 
 import json
 import os
@@ -27,7 +30,12 @@ from tuneloop.workflow.settings import LOCAL, NEXT
 
 @dataclass
 class Outcome:
-    """How a run ended: `phase` is ``Succeeded``, ``Failed`` or ``Error``, `exit_code` as `outcome_code` returns it."""
+    """How a run ended.
+
+    Attributes:
+        phase: ``Succeeded``, ``Failed`` or ``Error``.
+        exit_code: as `outcome_code` returns it.
+    """
 
     phase: str
     message: str
@@ -50,14 +58,19 @@ def execute_workflow(
     on_node: OnNode | None = None,
     on_log: OnLog | None = None,
 ) -> Outcome:
-    """Run `workflow`. Raises UserError, before it starts, at an unsupported field or an unknown or missing argument.
+    """Run `workflow`.
 
     Args:
         entrypoint: another template to start at; its inputs are taken from `arguments`.
-        parallelism: pods at a time, daemons apart; default: the spec's, else the number of cores, at least 4.
-        warm: start tuneloop's own stages as forks of a process that has imported torch (`tuneloop.local.warm`).
+        parallelism: pods at a time, daemons apart; default: the spec's, else the number of cores,
+            at least 4.
+        warm: start tuneloop's own stages as forks of a process that has imported torch
+            (`tuneloop.local.warm`).
         env: added to every pod's environment (the container's own wins).
-        grace: seconds between SIGTERM and SIGKILL, when the template names no terminationGracePeriodSeconds.
+        grace: seconds between SIGTERM and SIGKILL, when the template names no
+            terminationGracePeriodSeconds.
+
+    Raises UserError, before it starts, at an unsupported field or an unknown or missing argument.
     """
     spec = workflow.get("spec") or {}
     manifest.check_workflow(spec)
@@ -92,9 +105,13 @@ def execute_parts(
     arguments: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Outcome:
-    """Run `workflow` and the workflows that continue it (`tuneloop.cluster.continue_run`), and return the outcome of
-    the last. Each has the name that it would have on a cluster; `tuneloop.local.journal.read_state` shows all of them
-    as one run. A resumed run starts at the workflow that did not succeed. Raises UserError as `execute_workflow`."""
+    """Run `workflow` and the workflows that continue it (`tuneloop.cluster.continue_run`), and
+    return the outcome of the last.
+
+    Each has the name that it would have on a cluster; `tuneloop.local.journal.read_state` shows all
+    of them as one run. A resumed run starts at the workflow that did not succeed. Raises UserError
+    as `execute_workflow`.
+    """
     state = read_state(workdir)
     done = list(state.parts) if state else []
     metadata = workflow.get("metadata", {})

@@ -268,7 +268,10 @@ def get_branch_result(
 def resolve_inputs(
     template: JsonMapping, parameters: Mapping[str, str], scope: Scope
 ) -> dict[str, str]:
-    """Return a template's inputs: arguments over defaults. Raises ExpressionError at one without a value."""
+    """Return a template's inputs: arguments over defaults.
+
+    Raises ExpressionError at one without a value.
+    """
     values: dict[str, str] = {}
     for parameter in template.get("inputs", {}).get("parameters", []):
         name = parameter["name"]
@@ -300,7 +303,8 @@ def resolve_output(parameter: JsonMapping, scope: Scope) -> str:
         if "expression" not in source:
             given = source["parameter"] if "parameter" in source else parameter["value"]
             return format_value(substitute_tags(given, scope))
-        # Inside an expression the controller knows inputs, tasks and global outputs by name, other workflow.… not.
+        # Inside an expression the controller knows inputs, tasks and global outputs by name, and no
+        # other workflow.… tag.
         known = {
             k: v
             for k, v in scope.items()

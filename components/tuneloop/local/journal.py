@@ -1,16 +1,23 @@
 """The files that a local run leaves in its work directory, and how to read them, also while it runs.
 
 ``nodes.jsonl``
-    One JSON object a line, appended. ``{"kind": "workflow", …}`` (see `Workflow`) opens a session (phase ``Running``)
-    and closes it; ``{"kind": "node", …}`` (see `Node`) is a whole node at that moment; the newest line of an id counts.
-    A line ends with ``"sum"``, the xxh3-64 of what is before it; lines that are damaged or torn are skipped. A resumed
-    run appends a session, and nodes of earlier ones are history, except where a run has several workflows: the sessions
-    of those that succeeded and go on (output ``next``) count, too.
-``ended.json``: how the newest session that ended did, and how many bytes the journal had then. So one that was cut off
-    since is told from one whose executor was killed.
-``logs/<node id>.log``: standard output and error of a pod, raw.
-``nodes/<node id>/``: the pod's private directory: output files, progress file.
-``lock``: held (flock) by the executor while it lives; shared, for a moment, by a process that looks for an executor."""
+    One JSON object a line, appended. ``{"kind": "workflow", …}`` (see `Workflow`) opens a session
+    (phase ``Running``) and closes it; ``{"kind": "node", …}`` (see `Node`) is a whole node at that
+    moment; the newest line of an id counts. A line ends with ``"sum"``, the xxh3-64 of what is
+    before it; lines that are damaged or torn are skipped. A resumed run appends a session, and
+    nodes of earlier ones are history, except where a run has several workflows: the sessions of
+    those that succeeded and go on (output ``next``) count, too.
+``ended.json``
+    How the newest session that ended did, and how many bytes the journal had then. So one that was
+    cut off since is told from one whose executor was killed.
+``logs/<node id>.log``
+    Standard output and error of a pod, raw.
+``nodes/<node id>/``
+    The pod's private directory: output files, progress file.
+``lock``
+    Held (flock) by the executor while it lives; shared, for a moment, by a process that looks for
+    an executor.
+"""
 
 import fcntl
 import functools
@@ -97,9 +104,12 @@ class State:
     """A run as `read_state` found it; `workflow` is that of the newest session.
 
     Attributes:
-        nodes: id → node of the newest session, and of workflows before it that go on, in the order they appeared.
-        alive: an executor holds the work directory; a ``Running`` workflow that is not alive was killed.
-        parts: in a run of several workflows (`execute_parts`), where each that succeeded is continued, as JSON.
+        nodes: id → node of the newest session, and of workflows before it that go on, in the order
+            they appeared.
+        alive: an executor holds the work directory; a ``Running`` workflow that is not alive was
+            killed.
+        parts: in a run of several workflows (`execute_parts`), where each that succeeded is
+            continued, as JSON.
         note: what is missing of the journal; empty where nothing is.
     """
 
@@ -111,7 +121,9 @@ class State:
 
 
 class SessionEnd(BaseModel, frozen=True):
-    """The newest end of a session: the `workflow` as it ended, and the `size` of the journal then, in bytes."""
+    """The newest end of a session: the `workflow` as it ended, and the `size` of the journal then,
+    in bytes.
+    """
 
     size: int
     workflow: Workflow
@@ -273,7 +285,10 @@ def _try_lock(file: IO[str], how: int) -> bool:
 
 
 def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) -> int:
-    """Return a run's exit code: 0; 130 or 75 if a signal stopped it; 2, 3 or 75 if a pod failed it so; else 1."""
+    """Return a run's exit code.
+
+    It is 0; 130 or 75 if a signal stopped it; 2, 3 or 75 if a pod failed it so; else 1.
+    """
     if stopped_by is not None:
         return 130 if stopped_by == signal.SIGINT else 75
     if phase == "Succeeded":
@@ -284,7 +299,9 @@ def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) 
 
 
 def _broke_the_run(node: Node, nodes: Mapping[str, Node]) -> bool:
-    """Say whether all nodes above a node failed, too: no other attempt and no other task has made up for it."""
+    """Return whether all nodes above a node failed, too: no other attempt and no other task has
+    made up for it.
+    """
     return node.phase in BROKEN and (
         node.parent not in nodes or _broke_the_run(nodes[node.parent], nodes)
     )

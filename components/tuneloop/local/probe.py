@@ -1,8 +1,9 @@
 """Attack rewards and environments as a policy may; `tuneloop probe` prints what each attack gains.
 
-The attacks are data, one file a class, in ``tuneloop/rewards/attacks``. Each is a completion; for an environment it is
-a turn, and once more the argument of its tool. It gains if it scores more than the best wrong answer, and than guessing
-among the answers that it names would (`chance`)."""
+The attacks are data, one file a class, in ``tuneloop/rewards/attacks``. Each is a completion; for an
+environment it is a turn, and once more the argument of its tool. It gains if it scores more than
+the best wrong answer, and more than guessing among the answers that it names would (`chance`).
+"""
 
 import json
 import math
@@ -11,7 +12,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tuneloop import rewards as family
 from tuneloop.core.errors import UserError
@@ -31,14 +32,33 @@ ENDINGS = {
     "n": "no score",
     "g": "gained",
 }
-RANGE = (
-    -math.inf,
-    math.inf,
-)  # of `play_turn`: without a least score, a turn that ends its process has none
+RANGE = (-math.inf, math.inf)
+"""The range of `play_turn`, a reward: without a least score, a turn that ends its process has
+none."""
+
+
+class Attack(NamedTuple):
+    """A completion that should gain nothing.
+
+    Attributes:
+        category: its class: the name of the file that has it.
+        chance: the share of the highest score that guessing among the answers it names would gain.
+    """
+
+    category: str
+    name: str
+    text: str
+    chance: float
 
 
 class Trial(NamedTuple):
-    """An attack on a reward or an environment, its end (of `ENDINGS`), and the most that wrong answers get."""
+    """An attack on a reward or an environment.
+
+    Attributes:
+        category, name, text: of the attack.
+        ending: a key of `ENDINGS`.
+        wrong: the most that wrong answers get.
+    """
 
     target: str
     category: str
@@ -50,10 +70,40 @@ class Trial(NamedTuple):
 
 
 def try_attacks(
-    rewards: Sequence[str], environments: Sequence[str], data: Path | None, timeout_s: float
+    rewards: Sequence[str],
+    environments: Sequence[str],
+    data: Path | None,
+    timeout_s: float,
 ) -> list[Trial]:
-    """Try all attacks on rewards and environments, by default those that ship, with the first row of `data`. Raises
-    UserError where one does not exist, or cannot judge this row."""
+    """Try all attacks on rewards and environments, by default those that ship, with the first row
+    of `data`.
+
+    Raises UserError if one does not exist, or cannot judge this row.
+    """
+    row = _read_row(data)
+    if not rewards and not environments:
+        rewards = list_shipped_variants("rewards")
+        environments = list_shipped_variants("environments")
+    trials: list[Trial] = []
+    for name in rewards:
+        # Rewards of calls and choices have answers of their own form.
+        reward_row = dict(row)
+        reward_row["answer"] = row.get("answers", {}).get(name, row["answer"])
+        trials += _try_all("--reward", name, name, reward_row, reward_row, timeout_s)
+    for name in environments:
+        episode = {"id": "probe"} | row
+        episode["metadata"] = json.dumps(row)
+        options = {
+            "environment": name,
+            "environment_args": row.get("environment_args", {}).get(name, {}),
+        }
+        metadata = {"how": options, "row": episode}
+        trials += _try_all("--environment", name, f"{__name__}:play_turn", row, metadata, timeout_s)
+    return trials
+
+
+def _read_row(data: Path | None) -> JsonObject:
+    """Read the first row of a file, by default of that which ships."""
     with (data or ATTACKS / "row.json").open("rb") as file:
         first = next(iter(index_lines(file, str(data))), None)
     if isinstance(first, BadRow):
@@ -61,26 +111,14 @@ def try_attacks(
     row = {} if first is None else dict(first.values)
     if "answer" not in row:
         raise UserError("--data", str(data), "must begin with a row that has the key answer")
-    if not rewards and not environments:
-        rewards = list_shipped_variants("rewards")
-        environments = list_shipped_variants("environments")
-    trials: list[Trial] = []
-    for name in rewards:
-        # Rewards of calls and choices have answers of their own form.
-        own = {**row, "answer": row.get("answers", {}).get(name, row["answer"])}
-        trials += _try_all("--reward", name, name, own, own, timeout_s)
-    for name in environments:
-        how = {
-            "environment": name,
-            "environment_args": row.get("environment_args", {}).get(name, {}),
-        }
-        metadata = {"how": how, "row": {"id": "probe", **row, "metadata": json.dumps(row)}}
-        trials += _try_all("--environment", name, f"{__name__}:play_turn", row, metadata, timeout_s)
-    return trials
+    return row
 
 
 def play_turn(completion: str, answer: str, metadata: JsonObject) -> float:
-    """Score one turn in an environment by the reward of its reply."""
+    """Score one turn in an environment by the reward of its reply.
+
+    The process that judges finds it by its dotted path, as it finds any reward.
+    """
     reply = EpisodeOptions(**metadata["how"]).open_environment(metadata["row"]).step(completion)
     if reply.escape:
         raise Escape(reply.escape)
@@ -88,67 +126,114 @@ def play_turn(completion: str, answer: str, metadata: JsonObject) -> float:
 
 
 def count_endings(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
-    """Count how attacks ended: the heads and the rows of a table, a class a row, a target a column."""
-    counts = Counter((t.target, key, t.ending) for t in trials for key in (t.category, "all"))
-    targets = list(dict.fromkeys(t.target for t in trials))
-    keys = [*dict.fromkeys(t.category for t in trials), "all"]
-    cells = {
-        (k, t): [f"{counts[t, k, e]}{e}" for e in ENDINGS if counts[t, k, e]]
-        for t in targets
-        for k in keys
-    }
-    return ["class", *targets], [[k, *(" ".join(cells[k, t]) for t in targets)] for k in keys]
+    """Count how attacks ended.
+
+    Returns:
+        The heads and the rows of a table, a class a row, a target a column.
+    """
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for trial in trials:
+        counts[trial.target, trial.category, trial.ending] += 1
+        counts[trial.target, "all", trial.ending] += 1
+    targets = list(dict.fromkeys(trial.target for trial in trials))
+    categories = list(dict.fromkeys(trial.category for trial in trials))
+    rows: list[list[str]] = []
+    categories.append("all")
+    for category in categories:
+        row = [category]
+        for target in targets:
+            numbers = {ending: counts[target, category, ending] for ending in ENDINGS}
+            row.append(
+                " ".join(f"{number}{ending}" for ending, number in numbers.items() if number)
+            )
+        rows.append(row)
+    heads = ["class"]
+    heads += targets
+    return heads, rows
 
 
-def load_attacks(row: JsonMapping) -> Iterator[tuple[str, str, str, float]]:
-    """Load the class, name, text and chance of the attacks on a row, whose `prompt` and `answer` some of them say."""
+def load_attacks(row: JsonMapping) -> Iterator[Attack]:
+    """Load the attacks on a row, whose `prompt` and `answer` some of them quote."""
     for path in sorted(ATTACKS.glob("*.toml")):
-        for name, given in tomllib.loads(path.read_text())["attacks"].items():
-            about = given if isinstance(given, dict) else {"text": given}
-            text = about["text"] * about.get("times", 1) + about.get("close", "") * about.get(
-                "times", 1
-            )
-            text = text.replace("{answer}", str(row["answer"])).replace(
-                "{prompt}", str(row.get("prompt", ""))
-            )
-            yield path.stem, name, text, about.get("chance", 0.0)
+        for name, entry in tomllib.loads(path.read_text())["attacks"].items():
+            attack = entry if isinstance(entry, dict) else {"text": entry}
+            times = attack.get("times", 1)
+            text = attack["text"] * times + attack.get("close", "") * times
+            text = text.replace("{answer}", str(row["answer"]))
+            text = text.replace("{prompt}", str(row.get("prompt", "")))
+            yield Attack(path.stem, name, text, attack.get("chance", 0.0))
 
 
 def _try_all(
-    field: str, target: str, reward: str, row: Any, metadata: Any, timeout_s: float
+    field: str,
+    target: str,
+    reward: str,
+    row: JsonMapping,
+    metadata: JsonMapping,
+    timeout_s: float,
 ) -> Iterator[Trial]:
+    """Try all attacks on one reward or environment.
+
+    Args:
+        field: the option that names it.
+        target: its name.
+        reward: the reward that judges: the target, or `play_turn`.
+        row: has the answer.
+        metadata: of the row, as the reward gets it.
+    """
     attacks = list(load_attacks(row))
-    for category, name, text, chance in tuple(attacks) if target != reward else ():
-        call = json.dumps({"name": target, "arguments": {"code": text, "expression": text}})
-        attacks.append((category, f"{name}, to the tool", f"<tool_call>{call}</tool_call>", chance))
-    known = {
-        "answer": str(row["answer"]),
-        "metadata": json.dumps(metadata),
-        "reward_spec": json.dumps({reward: 1.0}),
-    }
+    if target != reward:
+        attacks += [_send_to_tool(attack, target) for attack in attacks]
     rows = [
-        {**known, "completion": text} for text in (*WRONG, *(text for _, _, text, _ in attacks))
+        {
+            "answer": str(row["answer"]),
+            "metadata": json.dumps(metadata),
+            "reward_spec": json.dumps({reward: 1.0}),
+            "completion": text,
+        }
+        for text in WRONG + tuple(attack.text for attack in attacks)
     ]
     outcomes = score_all(rows, timeout_s=timeout_s, workers=os.cpu_count() or 1, memory=2 << 30)
-    wrong = [one.score for one in outcomes[: len(WRONG)] if one.score is not None]
-    if len(wrong) < len(WRONG):
-        said = next(one.breakdown[reward] for one in outcomes if one.score is None)
-        raise UserError(
-            field,
-            target,
-            f"does not judge a wrong answer ({said}); begin --data with a row that it can",
-        )
-    least = max(wrong)
-    most = find_reward(reward).high
+    wrong_scores: list[float] = []
+    for outcome in outcomes[: len(WRONG)]:
+        if outcome.score is None:
+            problem = f"does not judge a wrong answer ({outcome.breakdown[reward]})"
+            raise UserError(field, target, f"{problem}; begin --data with a row that it can")
+        wrong_scores.append(outcome.score)
+    best_wrong = max(wrong_scores)
+    highest = find_reward(reward).high
     for attack, outcome in zip(attacks, outcomes[len(WRONG) :]):
-        guess = attack[3] * (most - least) if attack[3] and math.isfinite(most) else 0.0
-        yield Trial(target, *attack[:3], outcome, _classify(outcome, least + guess), least)
+        # A reward without a highest score has no share of it.
+        has_chance = attack.chance and math.isfinite(highest)
+        guess = attack.chance * (highest - best_wrong) if has_chance else 0.0
+        yield Trial(
+            target,
+            attack.category,
+            attack.name,
+            attack.text,
+            outcome,
+            _classify(outcome, best_wrong + guess),
+            best_wrong,
+        )
+
+
+def _send_to_tool(attack: Attack, tool: str) -> Attack:
+    """Return an attack as the argument of an environment's tool."""
+    call = json.dumps({"name": tool, "arguments": {"code": attack.text, "expression": attack.text}})
+    return attack._replace(
+        name=f"{attack.name}, to the tool",
+        text=f"<tool_call>{call}</tool_call>",
+    )
 
 
 def _classify(outcome: Outcome, allowed: float) -> str:
+    """Return the key of `ENDINGS` of an attack that may score `allowed`."""
     if outcome.score is None:
         return "e" if outcome.outcome == "escape" else "n"
-    ended = any(
-        share for part, share in outcome.breakdown.items() if part.endswith((".timeout", ".crash"))
-    )
-    return "g" if outcome.score > allowed + 1e-9 else "t" if ended else ""
+    # Sums of weighted scores are rounded.
+    if outcome.score > allowed + 1e-9:
+        return "g"
+    for part, share in outcome.breakdown.items():
+        if share and part.endswith((".timeout", ".crash")):
+            return "t"
+    return ""

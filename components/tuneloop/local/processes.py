@@ -25,8 +25,12 @@ WARM = "TUNELOOP_WARM"
 
 
 class Process:
-    """A pod's main process, which leads a session and process group of its own. `code`: its exit code once it has
-    `ended`; 128 + n when signal n ended it."""
+    """A pod's main process, which leads a session and process group of its own.
+
+    Attributes:
+        ended: is set once it has ended.
+        code: its exit code then; 128 + n when signal n ended it.
+    """
 
     def __init__(self, send: Callable[[JsonMapping], None], name: int) -> None:
         self._send = send
@@ -52,8 +56,13 @@ def end_process(process: Process, grace: float) -> None:
 
 
 class ProcessServer:
-    """One of the two programs that start processes for us: `tuneloop.local.spawn` or `tuneloop.local.warm`. `failure`:
-    why the server could not start, or has ended; None while it runs."""
+    """One of the two programs that start processes: `tuneloop.local.spawn` or
+    `tuneloop.local.warm`.
+
+    Attributes:
+        settled: is set once it is ready or has failed.
+        failure: why the server could not start, or has ended; None while it runs.
+    """
 
     def __init__(self, command: Sequence[str] | str, env: Mapping[str, str], ready: bool) -> None:
         """Start the server by `command`; a path is the socket of one that serves others too."""
@@ -66,7 +75,8 @@ class ProcessServer:
         self._server: subprocess.Popen[bytes] | None = None
         if ready:
             self.settled.set()
-        # The thread that starts the server must live as long as it: the kernel's parent-death signal is a thread's.
+        # The thread that starts the server must live as long as it: the kernel's parent-death
+        # signal is a thread's.
         if isinstance(command, str):
             self._channel = _connect(command)
             self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -179,7 +189,12 @@ class Launcher:
         stderr: Path,
         patient: bool,
     ) -> Process:
-        """Start `argv`. `patient`: it would import the heavy libraries itself, so waiting for the warm process pays."""
+        """Start `argv`.
+
+        Args:
+            patient: it would import the heavy libraries itself, so waiting for the warm process
+                pays.
+        """
         server = self._spawner
         warm = (
             self._warm.get("stages")
@@ -235,9 +250,10 @@ def _connect(path: str) -> socket.socket:
 def base_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return what every pod inherits: ours, `extra`, and this interpreter first on PATH.
 
-    numpy's pool of threads and that of Arrow's allocator start when they are imported, and would keep the warm process
-    from forking: both are off, for every pod alike. OMP_NUM_THREADS limits torch's threads; these wait without
-    spinning, because a server and a stage share the cores (SFT beside two busy processes was seen to gain tenfold).
+    numpy's pool of threads and that of Arrow's allocator start when they are imported, and would
+    keep the warm process from forking: both are off, for every pod alike. OMP_NUM_THREADS limits
+    torch's threads; these wait without spinning, because a server and a stage share the cores (SFT
+    beside two busy processes was seen to gain tenfold).
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     quiet = {

@@ -14,8 +14,13 @@ Scope = dict[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One use of a template: `name` is the node's path, ``grpo.loop.next``, `parent` the id of the node that it belongs
-    to, and `depth` the number of templates entered above it."""
+    """One use of a template.
+
+    Attributes:
+        name: the node's path, such as ``grpo.loop.next``.
+        parent: the id of the node that it belongs to.
+        depth: the number of templates entered above it; a recursion without an end is refused.
+    """
 
     template: str
     name: str
@@ -26,7 +31,12 @@ class Call:
 
 @dataclass
 class Result:
-    """The result of a node. `phase`: one of `tuneloop.local.journal.DONE`; ``Running`` for a daemon that is ready."""
+    """The result of a node.
+
+    Attributes:
+        phase: one of `tuneloop.local.journal.DONE`; ``Running`` for a daemon that is ready.
+        parameters: its outputs.
+    """
 
     phase: str
     message: str = ""
@@ -37,6 +47,7 @@ class Result:
 
     @property
     def broken(self) -> bool:
+        """Whether nodes that depend on it do not run."""
         return self.phase in BROKEN
 
     @property
@@ -46,7 +57,10 @@ class Result:
 
 
 class Daemon(Protocol):
-    """A process that goes on after its node is ready; `result` says how it ended, once `over` is set."""
+    """A process that goes on after its node is ready.
+
+    `result` says how it ended, once `over` is set.
+    """
 
     over: threading.Event
     result: Result

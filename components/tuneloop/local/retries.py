@@ -47,7 +47,10 @@ class Attempts:
         self._child = node
 
     def run(self) -> Result:
-        """Run attempts until one does not fail or the strategy says so; a daemon is then restarted when it ends."""
+        """Run attempts until one does not fail or the strategy says so.
+
+        A daemon is then restarted when it ends.
+        """
         self.execution.start(self.node)
         result = self.run_until_ready()
         if result.daemon:
@@ -72,7 +75,9 @@ class Attempts:
                 return result
 
     def try_again(self, result: Result) -> bool:
-        """Say whether another attempt follows one that ended with `result`; wait until it is due."""
+        """Return whether another attempt follows one that ended with `result`; wait until it is
+        due.
+        """
         if self.execution.stopping.is_set() or self.execution.find_end_reason(self.node.name):
             return False
         started = self._child.started or time.time()
@@ -101,7 +106,8 @@ class Attempts:
         """Return the message that a server died and is started again."""
         signal = name_signal(result.code)
         died = f"server died: {signal}" if signal else result.message
-        # A number above the budget means that the server has answered in between, so that its budget began anew.
+        # A number above the budget means that the server has answered in between, so that its
+        # budget began anew.
         budget = min(BUDGET, int(self._strategy.get("limit") or BUDGET))
         count = (
             f"{self._number} of {budget}" if self._number <= budget else f"restart {self._number}"
@@ -112,7 +118,9 @@ class Attempts:
 
 
 def _announce(result: Result, number: int, pause: float) -> str:
-    """Return the message before another attempt: the class of the last one's end, and its last words."""
+    """Return the message before another attempt: the class of the last one's end, and its last
+    words.
+    """
     end = classify_end(result.phase, result.code, result.message)
     # The message of exit code 75 names the class itself, so the code is left out.
     reason = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ").removeprefix(
@@ -122,7 +130,10 @@ def _announce(result: Result, number: int, pause: float) -> str:
 
 
 class _RestartedDaemon:
-    """A daemon that is restarted, at the same address, when it ends by itself; `over` is set when it stays ended."""
+    """A daemon that is restarted, at the same address, when it ends by itself.
+
+    `over` is set when it stays ended.
+    """
 
     def __init__(self, attempts: Attempts, daemon: Daemon) -> None:
         self._attempts = attempts

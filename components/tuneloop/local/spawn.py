@@ -1,16 +1,18 @@
 """The process that starts the pods of a local run, and ends them when the executor is gone.
 
-Run by path (``python -S -E spawn.py FD``), so that it needs the standard library only and starts in milliseconds.
-It has one thread, so forking is safe; it is the parent of every pod, so it sees each one's end; and it adopts their
-orphans (Linux: PR_SET_CHILD_SUBREAPER), so that when its socket closes, because the executor ended or was killed, it
-can end all that descends from it, whatever sessions those processes made for themselves. Killed itself, its children
-get SIGKILL from the kernel (PR_SET_PDEATHSIG). The fork of a process that holds a GB takes some 20 ms, and its end as
-long: so the child for the next request is forked ahead, and one that reports its exit code need not be waited for.
+Run by path (``python -S -E spawn.py FD``), so that it needs the standard library only and starts in
+milliseconds. It has one thread, so forking is safe; it is the parent of every pod, so it sees each
+one's end; and it adopts their orphans (Linux: PR_SET_CHILD_SUBREAPER), so that when its socket
+closes, because the executor ended or was killed, it can end all that descends from it, whatever
+sessions those processes made for themselves. Killed itself, its children get SIGKILL from the
+kernel (PR_SET_PDEATHSIG). The fork of a process that holds a GB takes some 20 ms, and its end as
+long: so the child for the next request is forked ahead, and one that reports its exit code need not
+be waited for.
 
-Protocol, JSON lines over the socket FD: ``{"start": id, "argv": […], "env": {…}, "cwd": path, "stdout": path,
-"stderr": path}`` and ``{"signal": id, "number": n}`` in; ``{"started": id, "pid": n}`` and ``{"ended": id, "code": n}``
-(128 + n when signal n ended it) out. `tuneloop.local.warm` speaks the same, but runs a module where this one calls
-exec.
+Protocol, JSON lines over the socket FD: ``{"start": id, "argv": […], "env": {…}, "cwd": path,
+"stdout": path, "stderr": path}`` and ``{"signal": id, "number": n}`` in; ``{"started": id, "pid":
+n}`` and ``{"ended": id, "code": n}`` (128 + n when signal n ended it) out. `tuneloop.local.warm`
+speaks the same, but runs a module where this one calls exec.
 """
 
 import contextlib
@@ -27,8 +29,8 @@ from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PAUSE_S = 0.05
-"""Seconds without an event after which a child is forked for the next request: right after a start, the fork was seen
-to slow down the process that has just started (8 ms)."""
+"""Seconds without an event after which a child is forked for the next request: right after a start,
+the fork was seen to slow down the process that has just started (8 ms)."""
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -36,9 +38,9 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
     """Start and watch processes until `channel` closes.
 
     Returns:
-        In each forked child, set up as its request says: the request, with a socket as ``"report"``. A child that sends
-        its exit code there counts as ended, and its process group is killed. In the server: None, when the channel
-        closed.
+        In each forked child, set up as its request says: the request, with a socket as
+        ``"report"``. A child that sends its exit code there counts as ended, and its process group
+        is killed. In the server: None, when the channel closed.
     """
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -114,7 +116,10 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(parent: int | None) -> None:
-    """Get SIGKILL when `parent`, whose current thread made this process, ends (Linux); None: no longer."""
+    """Get SIGKILL when `parent`, whose current thread made this process, ends (Linux).
+
+    None: no longer.
+    """
     if _libc:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL if parent else 0, 0, 0, 0)
         if parent and os.getppid() != parent:
@@ -131,7 +136,11 @@ def _receive(channel: socket.socket) -> bytes:
 def _fork(
     channels: Iterable[socket.socket], pipes: tuple[int, int]
 ) -> tuple[int, socket.socket] | dict[str, Any] | None:
-    """Fork a child that waits for its request. Returns the request there, and here its pid and channel, or None."""
+    """Fork a child that waits for its request.
+
+    Returns:
+        In the child the request; in this process the child's pid and channel, or None.
+    """
     parent = os.getpid()
     ours, theirs = socket.socketpair()
     try:

@@ -1,18 +1,20 @@
-"""Stages start as forks of a process that has imported their libraries once, and a vLLM server as one of another.
+"""Stages start as forks of a process that has imported their libraries once, and a vLLM server as one
+of another.
 
-A fresh interpreter needs 5 to 15 seconds for torch and transformers; a fork needs milliseconds. Each stage is a process
-of its own all the same: own process group, environment, working directory and log. The server's process imports vLLM,
-which no stage needs, beside the first stages; so the server has only its engine left to start.
+A fresh interpreter needs 5 to 15 seconds for torch and transformers; a fork needs milliseconds.
+Each stage is a process of its own all the same: own process group, environment, working directory
+and log. The server's process imports vLLM, which no stage needs, beside the first stages; so the
+server has only its engine left to start.
 
-Run as ``python -m tuneloop.local.warm stages FD PARENT``, or ``server FD PARENT``, by `tuneloop.local.processes`, the
-process PARENT; it speaks the protocol of `tuneloop.local.spawn`.
-It says ``{"ready": true}`` once it has imported `LIBRARIES`, or
-``{"failed": reason}``: a thread that lives before the fork (an OpenMP pool, a CUDA context) would be missing in the
-child, so none may.
+Run as ``python -m tuneloop.local.warm stages FD PARENT``, or ``server FD PARENT``, by
+`tuneloop.local.processes`, the process PARENT; it speaks the protocol of `tuneloop.local.spawn`. It
+says ``{"ready": true}`` once it has imported `LIBRARIES`, or ``{"failed": reason}``: a thread that
+lives before the fork (an OpenMP pool, a CUDA context) would be missing in the child, so none may.
 
-Run as ``python -m tuneloop.local.warm stages PATH [MODULE …]`` it serves many runs, until the process that started it
-ends: those with ``TUNELOOP_WARM=PATH`` in their environment connect to the socket PATH, and each gets a fork that is to
-it what a warm process of its own would have been. The further modules are imported too.
+Run as ``python -m tuneloop.local.warm stages PATH [MODULE …]`` it serves many runs, until the
+process that started it ends: those with ``TUNELOOP_WARM=PATH`` in their environment connect to the
+socket PATH, and each gets a fork that is to it what a warm process of its own would have been. The
+further modules are imported too.
 """
 
 import atexit
@@ -33,6 +35,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Literal, NoReturn, cast
 
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.processor import find_answer
 from tuneloop.core.provenance import code_digest, list_packages
 from tuneloop.core.threads import end_process
@@ -49,8 +52,10 @@ STAGES = (
     "safetensors.torch",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
-    *(f"transformers.models.auto.{name}_auto" for name in ("modeling", "tokenization")),
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama")),
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
     "tuneloop.algorithms.grpo",
     "tuneloop.inference.engines._client",
     "tuneloop.inference.engines.vllm",
@@ -60,7 +65,10 @@ STAGES = (
     "tuneloop.rewards.scoring",
     "tuneloop.training.epochs",
     "tuneloop.training.fsdp.trainer",
-    *(f"tuneloop.stages.{name}" for name in ("rollout", "reward", "policy_update", "evaluate")),
+    "tuneloop.stages.rollout",
+    "tuneloop.stages.reward",
+    "tuneloop.stages.policy_update",
+    "tuneloop.stages.evaluate",
 )
 SERVER = (
     "tuneloop.core.component",
@@ -98,79 +106,77 @@ others than the warm process has cannot be its fork."""
 
 
 def is_stage(argv: Sequence[str]) -> bool:
-    """Say whether `argv` is one of tuneloop's stages in a single process: ``python -m tuneloop.stages.… …``."""
-    package, _, _ = (name := _program(argv)).rpartition(".")
-    return package == "stages" or name == "local.iterations"
+    """Return whether `argv` is one of tuneloop's stages in a single process: ``python -m
+    tuneloop.stages.… …``, or a pod of several iterations.
+    """
+    name = _program(argv)
+    return name.rpartition(".")[0] == "stages" or name == "local.iterations"
 
 
 def is_server(argv: Sequence[str]) -> bool:
-    """Say whether `argv` is tuneloop's vLLM server."""
+    """Return whether `argv` is tuneloop's vLLM server."""
     return _program(argv) == "inference.server"
 
 
 def _program(argv: Sequence[str]) -> str:
     """Return the module below `tuneloop` that `argv` runs, or nothing."""
-    python, flag, module = (*argv[:3], "", "", "")[:3]
-    name = module.removeprefix("tuneloop.")
-    known = Path(python).name in ("python", "python3", Path(sys.executable).name)
-    return name if known and flag == "-m" and name != module else ""
+    if len(argv) < 3 or argv[1] != "-m" or not argv[2].startswith("tuneloop."):
+        return ""
+    interpreters = ("python", "python3", Path(sys.executable).name)
+    return argv[2].removeprefix("tuneloop.") if Path(argv[0]).name in interpreters else ""
 
 
 def is_compatible(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
-    """Say whether a process with environment `theirs` may be a fork of one started with `ours`."""
+    """Return whether a process with environment `theirs` may be a fork of one started with `ours`."""
+    return _select_variables(ours) == _select_variables(theirs)
+
+
+def _select_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a fork cannot change any more."""
     prefixes = READ_AT_IMPORT + READ_AT_START
-    names = {name for name in {*ours, *theirs} if name.startswith(prefixes)}
-    return all(ours.get(name) == theirs.get(name) for name in names)
+    return {name: value for name, value in environment.items() if name.startswith(prefixes)}
 
 
 def main() -> None:
-    kind, place, *more = sys.argv[1:]
-    own = place.isdigit()
-    channel = socket.socket(fileno=int(place)) if own else _listen(Path(place))
-    # Computed before the imports: if a file changes meanwhile, runs see another digest, and start their own process.
+    """Run as a program: import libraries, and then serve requests until the channel closes."""
+    kind, channel_name, *arguments = sys.argv[1:]
+    # A number is a socket of the one run that it serves, anything else a path for many runs.
+    is_for_one_run = channel_name.isdigit()
+    if is_for_one_run:
+        channel = socket.socket(fileno=int(channel_name))
+        parent = int(arguments.pop(0))
+    else:
+        channel = _listen(Path(channel_name))
+        parent = os.getppid()
+    # Computed before the imports: if a file changes meanwhile, runs see another digest, and start
+    # their own process.
     code = [sys.executable, code_digest(), list_packages()]
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(READ_AT_IMPORT + READ_AT_START)
-    }
+    environment = _select_variables(os.environ)
     # While it imports, it cannot see that the channel closes. Who started it may have ended by now:
     # then this process has another parent already.
-    parent = int(more.pop(0)) if own else os.getppid()
     die_with_parent(parent)
     # Else transformers would open a CUDA context when it looks for GPUs, and no fork could use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     quiet_vllm()
     try:
-        with _hushed():
-            for name in (*LIBRARIES[cast(Kind, kind)], *more):
-                importlib.import_module(name)
-        find_answer()  # the forks inherit the answer, and the digests of the code
-        if kind == "stages":  # it compiles 700 regular expressions when the first model is opened
-            importlib.import_module(
-                "transformers.conversion_mapping"
-            ).get_checkpoint_conversion_mapping("qwen3")
-        tasks = Path("/proc/self/task")
-        names = (
-            [(task / "comm").read_text().strip() for task in tasks.iterdir()]
-            if tasks.exists()
-            else ["main"]
-        )
-        if len(names) > 1:
-            raise RuntimeError(f"threads are running after the imports: {', '.join(names)}")
+        modules = list(LIBRARIES[cast(Kind, kind)]) + arguments
+        _import_libraries(kind, modules)
     except Exception as error:
-        if not own:
+        if not is_for_one_run:
             raise
-        channel.sendall(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        _send(channel, {"failed": f"{type(error).__name__}: {error}"})
         return
     gc.collect()
-    gc.freeze()  # the collector of a child does not touch, and so does not copy, what was imported
-    message: dict[str, object] = {"ready": True}
-    if not own:
+    # The collector of a child does not touch, and so does not copy, what was imported.
+    gc.freeze()
+    message: JsonObject = {"ready": True}
+    if not is_for_one_run:
         channel = _connection(channel)
-        message |= {"env": env, "code": code}
-    with contextlib.suppress(ConnectionError):  # the client has gone: serve_requests will see it
-        channel.sendall(json.dumps(message).encode() + b"\n")
+        message["env"] = environment
+        message["code"] = code
+    # If the client has gone, `serve_requests` will see it.
+    with contextlib.suppress(ConnectionError):
+        _send(channel, message)
     die_with_parent(None)
     adopt_orphans()
     request = serve_requests(channel)
@@ -180,15 +186,39 @@ def main() -> None:
         _become(request["argv"], request["env"], request["cwd"], request["report"])
 
 
+def _import_libraries(kind: str, modules: Sequence[str]) -> None:
+    """Import modules, and what else forks inherit. Raises RuntimeError if threads run then."""
+    with _hushed():
+        for name in modules:
+            importlib.import_module(name)
+    # The forks inherit the answer, and the digests of the code.
+    find_answer()
+    # It compiles 700 regular expressions when the first model is opened.
+    if kind == "stages":
+        mapping = importlib.import_module("transformers.conversion_mapping")
+        mapping.get_checkpoint_conversion_mapping("qwen3")
+    # Linux lists the threads of a process, also those of native libraries.
+    tasks = Path("/proc/self/task")
+    threads = list(tasks.iterdir()) if tasks.exists() else []
+    if len(threads) > 1:
+        names = ", ".join((thread / "comm").read_text().strip() for thread in threads)
+        raise RuntimeError(f"threads are running after the imports: {names}")
+
+
+def _send(channel: socket.socket, message: JsonObject) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")
+
+
 def _listen(path: Path) -> socket.socket:
     """Listen at `path`, for this user alone; clients wait until the imports are done."""
     listener = socket.socket(socket.AF_UNIX)
-    unheard = path.with_name(f"{path.name}.{os.getpid()}")
-    before = os.umask(0o077)
-    listener.bind(str(unheard))
-    os.umask(before)
+    # A client that sees the path can connect at once, so it gets its name when it listens.
+    staged = path.with_name(f"{path.name}.{os.getpid()}")
+    earlier_mask = os.umask(0o077)
+    listener.bind(str(staged))
+    os.umask(earlier_mask)
     listener.listen(128)
-    unheard.rename(path)
+    staged.rename(path)
     return listener
 
 
@@ -212,13 +242,17 @@ def _become(
     """Go on as ``python -m module arguments``, and end."""
 
     def report_code(code: int) -> None:
-        # The next stage begins after this, and may need a whole GPU, whose memory is freed only when a process is gone.
-        if not (torch := sys.modules.get("torch")) or not torch.cuda.is_initialized():
+        # The next stage begins after this, and may need a whole GPU, whose memory is freed only when
+        # a process is gone.
+        torch = sys.modules.get("torch")
+        if not torch or not torch.cuda.is_initialized():
             with contextlib.suppress(OSError):
                 report.sendall(str(code & 255).encode())
 
-    os.register_at_fork(after_in_child=report.close)  # only this process reports its exit code
-    # Drop the libraries' exit handlers, which clean up after the warm process, slowly; a stage may add its own.
+    # Only this process reports its exit code.
+    os.register_at_fork(after_in_child=report.close)
+    # Drop the libraries' exit handlers, which clean up after the warm process, slowly; a stage may
+    # add its own.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     atexit._clear()
@@ -227,19 +261,22 @@ def _become(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # as in a fresh process; `random` does so by itself
+    numpy = sys.modules.get("numpy")
+    if numpy:
+        # As in a fresh process; `random` does so by itself.
+        numpy.random.seed()
     sys.path[0] = cwd
     sys.argv = list(argv[2:])
-    with contextlib.suppress(OSError):  # Linux alone: what `ps -o comm` and `top` call it
+    # The name that `ps -o comm` and `top` show, on Linux alone.
+    with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(f"tuneloop.{argv[2].rpartition('.')[2]}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code: object = 0
     try:
-        if (
-            stage := importlib.import_module("tuneloop.core.component").find_component(argv[2])
-        ) is not None:
-            stage.main()  # to execute a module again takes longer than all else that a small stage waits for
+        # To execute a module again takes longer than all else that a small stage waits for.
+        stage = importlib.import_module("tuneloop.core.component").find_component(argv[2])
+        if stage is not None:
+            stage.main()
         runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
     except SystemExit as error:
         code = error.code
@@ -254,7 +291,10 @@ def _become(
 
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
-    """Hush libraries while they are imported: that is for no run's terminal; their loggers keep the stream."""
+    """Drop what libraries print while they are imported, as it is for no run's terminal.
+
+    Their loggers keep the stream.
+    """
     terminal = os.dup(2)
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
