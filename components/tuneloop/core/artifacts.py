@@ -411,9 +411,9 @@ class Draft:
         store = self._store
         files = self._collect_files()
         parts = self.url.split("/")
-        place = "/".join(parts[-3 if parts[-3] == "iterations" else -1 :])
+        url_end = "/".join(parts[-3 if parts[-3] == "iterations" else -1 :])
         try:
-            manifest = Manifest(root=self.attempt, files=files, place=place, **fields)
+            manifest = Manifest(root=self.attempt, files=files, place=url_end, **fields)
         except ValidationError as error:
             problem = f"cannot be committed: {_describe(error)}"
             raise UserError("artifact", self.url, problem) from error
