@@ -1,6 +1,7 @@
 """A loop of sampling and training: what samples, when it ends, how workflows and pods divide it, and
 which of its settings exclude one another."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, field_validator, model_validator
@@ -11,6 +12,16 @@ from tuneloop.core.errors import UserError
 from tuneloop.inference.rounds import bound_staleness
 from tuneloop.workflow.pod_loop import PerPod
 
+INHERITED = (
+    "max_tokens",
+    "environment",
+    "environment_args",
+    "max_turns",
+    "keep_reasoning",
+    "canary_tolerance",
+    "timeout_s",
+)
+"""Settings of `rollout` that `evaluate` has, too, with the same default and the same meaning."""
 UNREACHED = 1e9
 """The target of a loop that has none: a number, as Argo's and KFP's parameters need one."""
 
@@ -65,6 +76,23 @@ class LoopPipelineConfig(PipelineConfig):
     if TYPE_CHECKING:  # a pipeline has them, made of its stages' parameters
         rollout: Any
         update: Any
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit_sampling(cls, values: Any) -> Any:
+        """Give `evaluate` what `rollout` sets and it does not, so that a policy is measured as it
+        is trained."""
+        if not isinstance(values, Mapping) or "evaluate" not in cls.model_fields:
+            return values
+        rollout = values.get("rollout")
+        evaluate = values.get("evaluate", {})
+        if not isinstance(rollout, Mapping) or not isinstance(evaluate, Mapping):
+            return values
+        inherited = {name: rollout[name] for name in INHERITED if name in rollout}
+        if "environment" in evaluate and evaluate["environment"] != rollout.get("environment"):
+            # The arguments are those of another environment.
+            inherited.pop("environment_args", None)
+        return dict(values) | {"evaluate": inherited | dict(evaluate)}
 
     @property
     def max_staleness(self) -> int:

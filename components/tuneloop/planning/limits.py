@@ -81,12 +81,13 @@ class Subject:
         one."""
         component = stage.component
         name = component.name if component else stage.template
+        field = parameter.partition(".")[0]
         # What all stages that train have in common is in the section `trainer`.
         for wanted in (name, "trainer"):
             for section, info in type(self.settings).model_fields.items():
                 for section_class in list_classes(info):
                     is_wanted = section_class.__name__ == f"{wanted}{SECTION_SUFFIX}"
-                    if is_wanted and parameter in section_class.model_fields:
+                    if is_wanted and field in section_class.model_fields:
                         return f"{section}.{parameter}"
         return f"{name}.{parameter}"
 
@@ -103,10 +104,12 @@ def find_limits(settings: BaseModel, workflow: JsonMapping, machine: Machine) ->
     if facts is None:
         return []
     subject = Subject(settings, stages, servers, facts, machine)
-    limits: list[Limit] = []
+    # Stages that have a setting in common break it in the same line.
+    limits: dict[str, Limit] = {}
     for check in CHECKS:
-        limits.extend(check(subject))
-    return limits
+        for limit in check(subject):
+            limits.setdefault(str(limit.error), limit)
+    return list(limits.values())
 
 
 def read_pods(settings: BaseModel) -> Machine:

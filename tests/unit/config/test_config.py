@@ -310,3 +310,17 @@ def test_a_text_for_a_section_of_several_kinds_is_its_kind(tmp_path: Path) -> No
     assert grpo.validate(config.model_dump(mode="json")) == config
     plugin: Any = grpo.configure(sets=["engine=my.module:open_it", "engine.args.x=1"])
     assert plugin.engine.kind == "my.module:open_it" and plugin.engine.options == {"x": 1}
+
+
+def test_an_evaluation_inherits_what_rollouts_set() -> None:
+    grpo = loading.find_pipeline("grpo")
+    sets = ["rollout.max_tokens=32", "rollout.environment=python", "rollout.max_turns=3"]
+    sets += ["rollout.environment_args.seconds=2", "rollout.temperature=0.7"]
+    config: Any = grpo.configure(sets=sets)
+    evaluate = config.evaluate
+    assert (evaluate.max_tokens, evaluate.environment, evaluate.max_turns) == (32, "python", 3)
+    assert evaluate.environment_args == {"seconds": 2}
+    assert evaluate.temperature == 0.0, "an evaluation is greedy unless it says otherwise"
+    assert grpo.validate(config.model_dump(mode="json")) == config
+    own: Any = grpo.configure(sets=[*sets, "evaluate.max_tokens=5", "evaluate.environment=null"])
+    assert (own.evaluate.max_tokens, own.evaluate.environment_args) == (5, {})
