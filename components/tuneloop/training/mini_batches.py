@@ -55,14 +55,20 @@ def set_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None
         kl=kl,
     )
     values = algorithm.advantages(completions)
-    has_kl_in_loss = bool(algorithm.beta and algorithm.kl_in == "loss")
     for sample, part in zip(samples, values.split(targets.tolist())):
         sample.advantages = array("f", part.tolist())
-        is_masked = algorithm.mask_truncated_completions and sample.truncated
-        is_valid = sample.score is not None and not is_masked
-        has_gradient = bool(part.any()) or has_kl_in_loss
-        sample.counted = is_valid and (has_gradient or not algorithm.dynamic_sampling)
-        sample.used = is_valid and has_gradient and bool(sample.document.target_count)
+        _mark_use(algorithm, sample, has_advantage=bool(part.any()))
+
+
+def _mark_use(algorithm: PolicyGradient, sample: Sample, *, has_advantage: bool) -> None:
+    """Set whether a sample counts in the mean of the loss, and whether it goes through the model."""
+    is_masked = algorithm.mask_truncated_completions and sample.truncated
+    is_valid = sample.score is not None and not is_masked
+    # A KL term in the loss has a gradient for every token.
+    has_kl_in_loss = bool(algorithm.beta and algorithm.kl_in == "loss")
+    has_gradient = has_advantage or has_kl_in_loss
+    sample.counted = is_valid and (has_gradient or not algorithm.dynamic_sampling)
+    sample.used = is_valid and has_gradient and bool(sample.document.target_count)
 
 
 def _join_logprobs(parts: "Sequence[array[float]]", samples: Sequence[Sample]) -> list[float]:
