@@ -27,6 +27,8 @@ from tuneloop.sharing.snapshot import SnapshotFailed
 
 Mode = Literal["wait", "keep"]
 """What becomes of running requests when weights change, in vLLM's words."""
+Emit = Callable[[int, Any], None]
+"""The answers to a group of requests go to this function, as `Ticket.emit` has it."""
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -43,7 +45,7 @@ class Ticket:
     """
 
     number: int
-    emit: Callable[[int, Any], None]
+    emit: Emit
     waiting: dict[int, list[Completion | None]] = field(default_factory=dict)
 
     @property
@@ -156,7 +158,7 @@ class EngineLoop(threading.Thread):
         sampling: Sampling,
         version: int | None,
         min_version: int | None,
-        emit: Callable[[int, Any], None],
+        emit: Emit,
         digest: str | None = None,
         *,
         prompt_logprobs: bool = False,

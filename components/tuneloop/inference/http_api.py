@@ -26,7 +26,7 @@ from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store
 from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engine_loop import EngineLoop, Mode, Ticket
+from tuneloop.inference.engine_loop import Emit, EngineLoop, Mode, Ticket
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._tensors import Readback, digest_model
 from tuneloop.inference.engines.vllm import Vllm
@@ -46,6 +46,8 @@ ID_BYTES = 8
 """Maximum bytes of a token id in a body."""
 WAIT_S = 600.0
 """The maximum seconds that a request waits while the engine sleeps, wakes up or is paused."""
+Status = dict[str, str]
+"""The answer of a route that only says what it did."""
 Version = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
@@ -143,7 +145,7 @@ class HttpApi:
                 status["pulled"] = follower.pulled | {"converged_s": follower.converged_s()}
         return status
 
-    async def health(self) -> dict[str, str]:
+    async def health(self) -> Status:
         if self.loop.trouble:
             raise Refused(503, self.loop.trouble)
         return {"status": "ok"}
@@ -226,7 +228,7 @@ class HttpApi:
             remedy = f"the files of the version are gone ({error}); load it again"
             raise UserError("verify", str(engine.files), remedy) from error
 
-    async def pause(self, mode: Annotated[Mode, Body(embed=True)] = "wait") -> dict[str, str]:
+    async def pause(self, mode: Annotated[Mode, Body(embed=True)] = "wait") -> Status:
         """Generate nothing until `resume`.
 
         Dynamo's callers also say ``clear_cache``, which a change does anyway.
@@ -237,7 +239,7 @@ class HttpApi:
         self,
         model_path: Annotated[str, Body()],
         weight_version: Annotated[str, Body(pattern=r"^\d+@\S+$")],
-    ) -> dict[str, str]:
+    ) -> Status:
         """Serve a verified checkpoint.
 
         `model_path` is its ``model`` directory or its reference, and `weight_version`
@@ -255,38 +257,34 @@ class HttpApi:
         await asyncio.wrap_future(change_policy(self.loop, policy))
         return await self.label()
 
-    async def flush(self) -> dict[str, str]:
+    async def flush(self) -> Status:
         return await self._run(self.loop.engine.flush)
 
-    async def resume(self) -> dict[str, str]:
+    async def resume(self) -> Status:
         return await self._run(self.loop.resume)
 
-    async def label(self) -> dict[str, str]:
+    async def label(self) -> Status:
         """Answer with the `weight_version` that is served; empty while there is none."""
         engine = self.loop.engine
         version = f"{engine.version}@{engine.digest}" if engine.digest else ""
         return {"status": "ok", "version": version}
 
-    async def sleep(
-        self, level: Annotated[int, Body(embed=True, ge=1, le=2)] = 1
-    ) -> dict[str, str]:
+    async def sleep(self, level: Annotated[int, Body(embed=True, ge=1, le=2)] = 1) -> Status:
         """Release the device's memory: level 1 keeps the weights on the host, 2 drops them."""
         return await self._run(self.loop.sleep, level, status="asleep")
 
-    async def wake_up(self) -> dict[str, str]:
+    async def wake_up(self) -> Status:
         answer = await self._run(self.loop.wake_up, status="awake")
         if self.follower:
             self.follower.wake()
         return answer
 
-    async def _run(
-        self, work: Callable[..., None], *args: Any, status: str = "ok"
-    ) -> dict[str, str]:
+    async def _run(self, work: Callable[..., None], *args: Any, status: str = "ok") -> Status:
         """Run `work` on the engine's thread, and answer once it is done."""
         await asyncio.wrap_future(self.loop.call(work, *args))
         return {"status": status}
 
-    async def _admit(self, body: GenerateBody, emit: Callable[[int, Any], None]) -> Ticket:
+    async def _admit(self, body: GenerateBody, emit: Emit) -> Ticket:
         """Have the engine's thread admit a request. Raises Refused as `EngineLoop.generate`."""
         admitted = self.loop.call(
             self.loop.generate,

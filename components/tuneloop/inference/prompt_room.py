@@ -3,15 +3,13 @@ every attempt."""
 
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.rollouts import Request
 from tuneloop.formats.rows import name_row
 from tuneloop.formats.too_long import SHOWN, LengthPolicy
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Spares:
             batch is a sample and `base_model` has checked the whole.
         required: rows for lack of which the batch cannot be made; else it is smaller."""
 
-    rows: Iterator[Row] = field(default_factory=lambda: iter(()))
+    rows: Iterator[JsonObject] = field(default_factory=lambda: iter(()))
     rule: LengthPolicy = field(default_factory=lambda: LengthPolicy("refuse"))
     total: int = 0
     required: bool = True
@@ -34,7 +32,7 @@ class Spares:
 
 def replace_long_prompts(
     stage: Stage,
-    rows: MutableSequence[Row],
+    rows: MutableSequence[JsonObject],
     groups: MutableSequence[str],
     requests: MutableSequence[Request],
     spares: Spares,

@@ -1,8 +1,15 @@
-"""Run programs of a policy for remote clients (``cluster.sandbox``): python -m tuneloop.inference.sandbox_server
+"""Run programs of a policy for remote clients (``cluster.sandbox``).
 
-``POST /run`` takes a `Program`, runs it confined as `tuneloop.rewards.sandbox` does, and answers with its ending and
-the isolation that this server proves, as ``GET /health`` does; a program that requires more is refused, and not run.
-Exit codes: 0 after SIGTERM, when all that was accepted is answered; 2 a mistake, or programs cannot be shut in.
+::
+
+    python -m tuneloop.inference.sandbox_server
+
+``POST /run`` takes a `Program`, runs it confined as `tuneloop.rewards.sandbox` does, and answers
+with its ending and the isolation that this server proves, as ``GET /health`` does. A program that
+requires more is refused, and not run.
+
+Exit codes: 0 after SIGTERM, when all that was accepted is answered; 2 a mistake, or programs cannot
+be shut in.
 """
 
 import asyncio
@@ -13,6 +20,7 @@ import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -20,6 +28,7 @@ from fastapi import Request
 from pydantic import BaseModel, Field
 
 from tuneloop.core.errors import UserError, print_diagnostic, report_errors
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.program import Parser
 from tuneloop.core.server_token import VARIABLE, read_tokens
 from tuneloop.inference.guard import TokenGuard
@@ -30,15 +39,19 @@ from tuneloop.rewards.sandbox import Limits, check_kernel, run_program
 Isolation = Literal["process", "gvisor"]
 MAX_BYTES = 2**24
 GRACE_S = 60
-STRING = re.compile(
-    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL
-)  # of JSON; the rest where it does not end
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A string of JSON; the rest of the text where it does not end."""
+FRAME_BYTES = 512
+"""Maximum bytes of a body without its strings.
+
+Parsing a body with more takes seconds, and blocks all threads.
+"""
 WAITING = 4
 """The number of programs that may wait for each that runs; further clients are told to retry."""
 
 
 class Program(BaseModel, extra="forbid"):
-    """A program of Python, its input, an expression that is evaluated after it, and what it may use (`Limits`)."""
+    """A program of Python, its input, an expression to evaluate after it, and its `Limits`."""
 
     program: str
     stdin: str = ""
@@ -53,42 +66,49 @@ def build_app(programs: int, isolation: Isolation) -> Any:
     """Build the application: `programs` at a time."""
     app = create_app(400)
     pool = ThreadPoolExecutor(programs)
-    left = programs * (1 + WAITING)
+    free = programs * (1 + WAITING)
     app.add_middleware(TokenGuard, open_paths=("/health",), max_bytes=lambda _: MAX_BYTES)
     app.add_api_route("/health", lambda: {"status": "ok", "isolation": isolation})
 
     @app.post("/run")
-    async def run_in_turn(request: Request) -> dict[str, Any]:
-        nonlocal left
-        try:  # refuse a body that is long without its texts: parsing it takes seconds, and blocks all threads
-            value = (
-                json.loads(sent)
-                if len(STRING.sub(b"", sent := await request.body(), 64)) < 512
-                else None
-            )
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise UserError("body", sent, "must be a JSON object of a program's texts and numbers")
-        body = Program.model_validate(value)
+    async def run_in_turn(request: Request) -> JsonObject:
+        nonlocal free
+        body = _read_program(await request.body())
         if body.isolation not in ("process", isolation):
-            remedy = f"this server proves only the isolation {isolation}; it runs no program that requires more"
+            remedy = (
+                f"this server proves only the isolation {isolation}; "
+                "it runs no program that requires more"
+            )
             raise UserError("isolation", body.isolation, remedy)
-        if not left:
+        if not free:
             raise Refused(503, "the queue of programs is full; try again")
-        given = body.program, body.stdin, body.call, Limits(body.seconds, body.memory, body.output)
-        left -= 1
+        limits = Limits(body.seconds, body.memory, body.output)
+        free -= 1
         try:
-            ending = await asyncio.get_running_loop().run_in_executor(pool, run_program, *given)
+            ending = await asyncio.get_running_loop().run_in_executor(
+                pool, run_program, body.program, body.stdin, body.call, limits
+            )
         except UnicodeEncodeError as error:
             raise UserError("stdin", body.stdin, f"is not text: {error.reason}") from error
         except OSError as error:
             raise Refused(503, str(error)) from error
         finally:
-            left += 1
+            free += 1
         return {"isolation": isolation, "ending": asdict(ending)}
 
     return app
+
+
+def _read_program(text: bytes) -> Program:
+    """Read the body of a request. Raises UserError: it is no JSON object, or not a program."""
+    value = None
+    if len(STRING.sub(b"", text, 64)) < FRAME_BYTES:
+        # What is not JSON is refused as any other value is.
+        with suppress(ValueError):
+            value = json.loads(text)
+    if not isinstance(value, dict):
+        raise UserError("body", text, "must be a JSON object of a program's texts and numbers")
+    return Program.model_validate(value)
 
 
 def read_kernel_log() -> bytes:
@@ -98,7 +118,10 @@ def read_kernel_log() -> bytes:
 
 
 def read_isolation(log: bytes) -> Isolation:
-    """Return what a kernel's log proves: gVisor's begins with its name. Nothing proves a virtual machine of Kata's."""
+    """Return what a kernel's log proves: gVisor's begins with its name.
+
+    Nothing proves a virtual machine of Kata's.
+    """
     return "gvisor" if log.split(b"\n")[0].endswith(b"] Starting gVisor...") else "process"
 
 
@@ -123,11 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--programs", options.programs, "must be at least 1")
     check_kernel("sandbox", f"{options.host}:{options.port}")
     if not (read_tokens() or options.host.startswith("127.")):
-        raise UserError(
-            VARIABLE,
-            os.environ.get(VARIABLE),
-            "must name a file with a token, or --host be 127.0.0.1",
-        )
+        remedy = "must name a file with a token, or --host be 127.0.0.1"
+        raise UserError(VARIABLE, os.environ.get(VARIABLE), remedy)
     import uvicorn
 
     with bind_address(options.host, options.port) as listener:
@@ -135,10 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         isolation = read_isolation(read_kernel_log())
         host, port = listener.getsockname()[:2]
         print_diagnostic(f"sandbox: {isolation} at http://{host}:{port}", 0)
-        about = uvicorn.Config(
-            build_app(options.programs, isolation), timeout_graceful_shutdown=GRACE_S, **UVICORN
-        )
-        serve_until_signalled(uvicorn.Server(about), listener)
+        app = build_app(options.programs, isolation)
+        config = uvicorn.Config(app, timeout_graceful_shutdown=GRACE_S, **UVICORN)
+        serve_until_signalled(uvicorn.Server(config), listener)
     return 0
 
 

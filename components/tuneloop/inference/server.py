@@ -6,10 +6,12 @@
     python -m tuneloop.inference.server --weights URL
     python -m tuneloop.inference.server
 
-The engine has a thread of its own, HTTP (`tuneloop.inference.http_api`) the main one. With ``--weights`` a third thread
-follows the versions that a trainer publishes (docs/weights.md). With neither option, a client has to load a version.
+The engine has a thread of its own, HTTP (`tuneloop.inference.http_api`) the main one. With
+``--weights`` a third thread follows the versions that a trainer publishes (docs/weights.md). With
+neither option, a client has to load a version.
 
-Exit codes: 0 after SIGTERM, 2 a user's mistake, 70 too many starts without an answer, 75 no store, or a failed engine.
+Exit codes: 0 after SIGTERM, 2 a user's mistake, 70 too many starts without an answer, 75 no store,
+or a failed engine.
 """
 
 import argparse
@@ -45,16 +47,21 @@ from tuneloop.inference.http_api import HttpApi, change_policy
 from tuneloop.inference.refusals import Refused
 from tuneloop.kube.resize import PodResizer
 
-UVICORN: JsonObject = {"http": TimedProtocol, "ws": "none", "lifespan": "off"}
-UVICORN |= {
+UVICORN: JsonObject = {
+    "http": TimedProtocol,
+    "ws": "none",
+    "lifespan": "off",
+    # Requests without a token must not fill the log.
     "log_level": "error",
     "access_log": False,
-}  # requests without a token must not fill the log
-UVICORN |= {
-    "timeout_keep_alive": 75
-}  # longer than clients keep a connection, so that none closes under a request
+    # Longer than clients keep a connection, so that none closes under a request.
+    "timeout_keep_alive": 75,
+}
 GRACE_S = 20
-"""Seconds, of a pod's 30, for running answers after SIGTERM; then they are cut off, and clients retry elsewhere."""
+"""Seconds, of a pod's 30, for running answers after SIGTERM.
+
+Then they are cut off, and clients retry elsewhere.
+"""
 
 
 @report_errors
@@ -79,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGINT arrived before the server was ready; libraries do not catch this, so the wait ends."""
+    """SIGTERM or SIGINT arrived before the server was ready.
+
+    Libraries do not catch this, so the wait ends.
+    """
 
 
 def _stop(*_: Any) -> None:
@@ -95,7 +105,8 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
         )
     policy = _open_policy(options.policy) if options.policy else None
     if policy:
-        policy.part("model")  # proved before seconds go into starting vLLM
+        # It is verified before seconds go into starting vLLM.
+        policy.part("model")
     if options.asleep:
         resizer = PodResizer(options.asleep)
         resizer.start()
@@ -107,9 +118,8 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
         follower.start()
         if not loop.engine.digest:
             print_diagnostic(f"serve: waits for a version below {follower.store.url}", 0)
-        while (
-            loop.trouble
-        ):  # a server that only follows has to wait for the first published version
+        # A server that only follows has to wait for the first published version.
+        while loop.trouble:
             if loop.broken:
                 raise Retryable(loop.trouble)
             time.sleep(0.05)
@@ -118,13 +128,13 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     app = HttpApi(loop, follower, Store(options.attempts) if options.attempts else None).app()
     host, port = listener.getsockname()[:2]
     if not (read_tokens() or host.startswith("127.")):
-        print_diagnostic(
-            f"serve: note: no token is required, as {VARIABLE} names no existing file", 0
-        )
-    what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
-    print_diagnostic(f"serve: {what} at http://{host}:{port}", 0)
+        note = f"no token is required, as {VARIABLE} names no existing file"
+        print_diagnostic(f"serve: note: {note}", 0)
+    served = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
+    print_diagnostic(f"serve: {served} at http://{host}:{port}", 0)
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=GRACE_S, **UVICORN))
-    loop.failed = lambda: setattr(server, "should_exit", True)  # the parent process starts it again
+    # The parent process starts it again.
+    loop.failed = lambda: setattr(server, "should_exit", True)
     serve_until_signalled(server, listener)
     if follower:
         follower.stop()
@@ -135,34 +145,40 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
 
 
 def _open_policy(ref: str) -> Artifact:
-    """Open the checkpoint to boot with; if it was deleted, the nearest earlier one that has its model. Any will do, as
-    a client loads the version that it samples from."""
-    asked = policy = Artifact(ref)
-    while before := policy.manifest.inputs.get("policy"):
-        root = policy.manifest.root
-        wanted = {f"{root}/{name}" for name in policy.manifest.files if name.startswith("model/")}
-        if wanted <= {
-            *Store(policy.url).keys(f"{root}/model")
-        }:  # none is missing: a deletion may be half done
-            break
-        policy = Artifact(before)
-    if policy is not asked:
-        print_diagnostic(f"serve: {asked.url} was deleted; it boots with {policy.url}", 0)
+    """Open the checkpoint to boot with; if it was deleted, the nearest earlier one with its model.
+
+    Any will do, as a client loads the version that it samples from.
+    """
+    requested = Artifact(ref)
+    policy = requested
+    previous = policy.manifest.inputs.get("policy")
+    # A deletion may be half done: all files have to be there.
+    while previous and not _has_model(policy):
+        policy = Artifact(previous)
+        previous = policy.manifest.inputs.get("policy")
+    if policy is not requested:
+        print_diagnostic(f"serve: {requested.url} was deleted; it boots with {policy.url}", 0)
     return policy
+
+
+def _has_model(policy: Artifact) -> bool:
+    """Whether the store has all files of a checkpoint's model."""
+    root = policy.manifest.root
+    names = {f"{root}/{name}" for name in policy.manifest.files if name.startswith("model/")}
+    return names <= set(Store(policy.url).keys(f"{root}/model"))
 
 
 def serve_until_signalled(
     server: Any, listener: socket.socket, drain: Callable[[], None] = lambda: None
 ) -> None:
-    """Run a ``uvicorn.Server`` until SIGTERM, then until `drain`, run beside it, has returned; SIGINT cuts all off."""
+    """Run a ``uvicorn.Server`` until SIGTERM, then until `drain`, run beside it, has returned.
+
+    SIGINT cuts all requests off.
+    """
+    # The limit of a container is often 1,024.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard)
-    )  # a container's is often 1,024
-    cut_off = logging.getLogger("uvicorn.error")  # requests that are cut off need no traceback
-    cut_off.addFilter(
-        lambda said: not (said.exc_info and isinstance(said.exc_info[1], asyncio.CancelledError))
-    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
     draining = threading.Event()
 
     def drain_and_end() -> None:
@@ -173,19 +189,31 @@ def serve_until_signalled(
 
     def stop(number: int, _: Any) -> None:
         if number == signal.SIGINT:
-            server.should_exit = server.force_exit = True
+            server.should_exit = True
+            server.force_exit = True
         elif not draining.is_set():
             draining.set()
             threading.Thread(target=drain_and_end, name="drain", daemon=True).start()
 
-    server.handle_exit = stop  # uvicorn calls it while it runs; an earlier signal counts, too
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, stop)
+    # uvicorn calls it while it runs; a signal before that counts, too.
+    server.handle_exit = stop
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     server.run(sockets=[listener])
 
 
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Whether a message is of anything but a request that was cut off, which needs no traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError)
+
+
 def bind_address(host: str, port: int) -> socket.socket:
-    """Listen on an address of this machine. Raises UserError where it is another's, or the port is taken."""
+    """Bind an address of this machine.
+
+    Raises:
+        UserError: the address is another machine's, or the port is taken.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -193,12 +221,10 @@ def bind_address(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise UserError(
-                "--port", port, "is taken; stop what listens there, or choose another"
-            ) from error
-        raise UserError(
-            "--host", host, f"port {port}: {error.strerror}; choose an address of this machine"
-        ) from error
+            remedy = "is taken; stop what listens there, or choose another"
+            raise UserError("--port", port, remedy) from error
+        remedy = f"port {port}: {error.strerror}; choose an address of this machine"
+        raise UserError("--host", host, remedy) from error
     return listener
 
 

@@ -99,11 +99,15 @@ def _repack_head(worker: Any) -> None:
 def read_back(engine: Any, model: Path, every: int = 1) -> Readback:
     """Compare `engine`'s tensors with those below `model` in its dtype; of packed layers, one column in `every`."""
     ranks = engine.collective_rpc(compare_tensors, args=(str(model), every))
-    different = sorted(name for name in ranks[0] if any(rank[name] is False for rank in ranks))
-    unread = sorted(
-        {name for name in ranks[0] if any(rank[name] is None for rank in ranks)} - {*different}
-    )
-    return Readback(len(ranks[0]), len(ranks[0]) - len(different) - len(unread), different, unread)
+    names = sorted(ranks[0])
+    different = [name for name in names if any(rank[name] is False for rank in ranks)]
+    unread = [
+        name
+        for name in names
+        if any(rank[name] is None for rank in ranks) and name not in different
+    ]
+    identical = len(names) - len(different) - len(unread)
+    return Readback(len(names), identical, different, unread)
 
 
 def compare_tensors(worker: Any, model: str, every: int) -> dict[str, bool | None]:
@@ -161,32 +165,31 @@ def _holds(model: Any, name: str, want: Tensor, every: int) -> bool | None:
             place = f"{owner}.{fused}"
     layer = _module(model, place)
     tensor = getattr(layer, leaf, None)
-    if tensor is None or len(sizes := getattr(layer, "output_partition_sizes", [None])) != parts:
+    sizes = getattr(layer, "output_partition_sizes", [None])
+    if tensor is None or len(sizes) != parts:
         return None
-    if (own := _own(layer, want, sizes[part])) is None:
+    shard = _cut_shard(layer, want, sizes[part])
+    if shard is None:
         return None
+    # The parts of a fused layer stand one above the other.
     first = sum(sizes[:part]) if part else 0
-    answers = list(
-        _views(
-            layer, leaf, tensor, own, slice(first, first + own.shape[0]) if own.ndim else ..., every
-        )
-    )
+    rows = slice(first, first + shard.shape[0]) if shard.ndim else ...
+    answers = list(_views(layer, leaf, tensor, shard, rows, every))
     return all(answers) if answers else None
 
 
-def _own(layer: Any, want: Tensor, rows: int | None) -> Tensor | None:
+def _cut_shard(layer: Any, want: Tensor, rows: int | None) -> Tensor | None:
     """Cut out this worker's part of a tensor; None if the sizes of the layer do not determine it."""
-    if shard := getattr(
-        layer, "shard_indices", None
-    ):  # of a vocabulary, the last worker's part is shorter
-        return want[shard.org_vocab_start_index : shard.org_vocab_end_index]
+    vocabulary = getattr(layer, "shard_indices", None)
+    if vocabulary:
+        # The last worker's part of a vocabulary is shorter.
+        return want[vocabulary.org_vocab_start_index : vocabulary.org_vocab_end_index]
     width = getattr(layer, "input_size_per_partition", None) if want.ndim == 2 else None
     for dim, size in ((0, rows), (1, width)):
         if size is not None and want.shape[dim] != size:
             blocks, rest = divmod(want.shape[dim], size)
-            copies, odd = divmod(
-                layer.tp_size, max(blocks, 1)
-            )  # heads of keys and values may be fewer than workers
+            # The heads of keys and values may be fewer than workers, which then hold copies.
+            copies, odd = divmod(layer.tp_size, max(blocks, 1))
             if rest or odd or not blocks:
                 return None
             want = want.narrow(dim, layer.tp_rank // copies * size, size)
@@ -236,8 +239,10 @@ class _Experts:
         ):
             packed = getattr(self.layer, attribute)
             mine = {name: part for name, part in self.parts.items() if part[1] in rows}
-            shape = (whole, len(rows) * size, self.layer.hidden_size)
-            shape = shape if attribute == "w13_weight" else (whole, self.layer.hidden_size, size)
+            if attribute == "w13_weight":
+                shape = (whole, len(rows) * size, self.layer.hidden_size)
+            else:
+                shape = (whole, self.layer.hidden_size, size)
             if (
                 packed.shape != shape
                 or len(mine) != whole * len(rows)
@@ -248,7 +253,8 @@ class _Experts:
             for expert, which, part in mine.values():
                 want[expert, rows[which] : rows[which] + part.shape[0]] = part
             isa = getattr(self.layer.quant_method.moe_kernel.fused_experts, "isa", None)
-            if isa is not None:  # packed as the kernel that this layer chose wants them
+            if isa is not None:
+                # The engine's are packed as the kernel that this layer chose wants them.
                 from vllm._custom_ops import cpu_prepack_moe_weight
 
                 want = cpu_prepack_moe_weight(want, isa)

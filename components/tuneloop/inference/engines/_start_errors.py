@@ -1,35 +1,44 @@
-"""Which errors of a vLLM engine that starts are lasting: a package or an architecture that it lacks, a kernel that
-refuses the model's shape.
+"""Which errors of a vLLM engine that starts are lasting.
 
-A server that meets one of these ends with exit code 2, as starting it again would meet it again. What may pass, as
-too little memory or a device that is away, is left to be retried.
+They are a package or an architecture that it lacks, and a kernel that refuses the model's shape. A
+server that meets one of these ends with exit code 2, as starting it again would meet it again. What
+may pass, as too little memory or a device that is away, is left to be retried.
 """
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 
 PASSING = re.compile(
-    r"memory|alloc|CUDA|HIP|NCCL|cuBLAS|cuDNN|device|connect|address|socket|timed? ?out|background process|root cause",
+    r"memory|alloc|CUDA|HIP|NCCL|cuBLAS|cuDNN|device|connect|address|socket|timed? ?out|"
+    r"background process|root cause",
     re.IGNORECASE,
 )
-"""What a RuntimeError speaks of that may be otherwise at the next start, or whose cause is in another process."""
+"""What a RuntimeError speaks of that may be otherwise at the next start.
+
+Also the words of one whose cause is in another process.
+"""
 OTHER_ENGINE = "take the engine transformers, or another vLLM"
 
 
-def explain_start_error(error: Exception, model: Path, args: Mapping[str, Any]) -> UserError | None:
-    """Explain an error of starting vLLM on a model directory, or of its first step; None for one that may pass."""
+def explain_start_error(error: Exception, model: Path, args: JsonMapping) -> UserError | None:
+    """Explain an error of starting vLLM on a model directory, or of its first step.
+
+    None for an error that may pass.
+    """
     if isinstance(error, UserError):
         return error
     reason = " ".join(str(error).split())[:300]
     architecture = _read_architecture(model)
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        remedy = f"needs the package {package} for {architecture}: pip install {package}, or {OTHER_ENGINE}"
+        remedy = (
+            f"needs the package {package} for {architecture}: "
+            f"pip install {package}, or {OTHER_ENGINE}"
+        )
         return UserError("engine", "vllm", remedy)
     if "architectures" in reason and "not supported" in reason:
         return UserError("engine", "vllm", f"does not have {architecture}; {OTHER_ENGINE}")
