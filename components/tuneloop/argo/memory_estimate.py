@@ -51,8 +51,11 @@ def model_of(pods: Iterable[PodPlan]) -> Model | str:
 
 def facts_of(pods: Iterable[PodPlan]) -> ModelFacts | None:
     """Return what is known of the model of the stage `base_model`; None where there is no such stage."""
-    stages = (pod for pod in pods if isinstance(pod, StagePlan))
-    base = next((stage for stage in stages if stage.component is base_model), None)
+    base: StagePlan | None = None
+    for pod in pods:
+        if isinstance(pod, StagePlan) and pod.component is base_model:
+            base = pod
+            break
     if base is None:
         return None
     parameters = base.parameters
@@ -82,9 +85,14 @@ def count_batch_sequences(stage: StagePlan) -> float | None:
     batch = stage.number("per_device_train_batch_size")
     if not batch:
         return None
-    options = stage.component.options.values() if stage.component else ()
-    trained = (model.sequences for model in options if issubclass(model, TrainerOptions))
-    return batch * max(trained, default=1)
+    component = stage.component
+    if component is None:
+        return batch
+    sequences = 1
+    for model in component.options.values():
+        if issubclass(model, TrainerOptions):
+            sequences = max(sequences, model.sequences)
+    return batch * sequences
 
 
 def estimate_memory_parts(pod: PodPlan, model: Model, context: int | None) -> list[Part]:
@@ -225,9 +233,13 @@ def _estimate_sampling(stage: StagePlan, model: Model, context: int | None) -> l
 
 def context_of(pods: Iterable[PodPlan]) -> int | None:
     """Return the maximum tokens of a prompt and its completion in the engine: vLLM's ``max_model_len``."""
-    engines = (pod for pod in pods if isinstance(pod, StagePlan | ServerPlan))
-    limits = [pod.engine_args.get("max_model_len") for pod in engines]
-    return max((int(limit) for limit in limits if limit), default=None)
+    limits: list[int] = []
+    for pod in pods:
+        if isinstance(pod, StagePlan | ServerPlan):
+            limit = pod.engine_args.get("max_model_len")
+            if limit:
+                limits.append(int(limit))
+    return max(limits, default=None)
 
 
 def plan_memory(plan: RunPlan, share: Share | None) -> RunPlan:
@@ -250,22 +262,29 @@ def plan_memory(plan: RunPlan, share: Share | None) -> RunPlan:
     def estimate(pod: Pod, inner: Sequence[PodPlan]) -> Pod:
         if pod.resources.memory_limit:
             return pod
-        parts = [part for each in inner for part in estimate_memory_parts(each, model, context)]
+        parts: list[Part] = []
+        is_complete = True
+        for process in inner:
+            parts += estimate_memory_parts(process, model, context)
+            is_complete &= is_memory_estimate_complete(process, model, context)
         if not parts:
             return pod
-        is_complete = all(is_memory_estimate_complete(each, model, context) for each in inner)
         amount = compute_memory_request(inner, parts)
         return _request_memory(pod, amount, is_complete, share)
 
-    stages = {name: estimate(stage, [stage]) for name, stage in plan.stages.items()}
-    servers = {name: estimate(server, [server]) for name, server in plan.servers.items()}
+    stages: dict[str, StagePlan] = {}
+    for name, stage in plan.stages.items():
+        stages[name] = estimate(stage, [stage])
+    servers: dict[str, ServerPlan] = {}
+    for name, server in plan.servers.items():
+        servers[name] = estimate(server, [server])
     loop = plan.loop
     if loop and loop.pod:
         pod = estimate(loop.pod, [plan.stages[name] for name in loop.stages])
         loop = loop.model_copy(update={"pod": pod})
         # The stages of an iteration have the pod's memory together.
-        inside = {name: plan.stages[name] for name in loop.stages}
-        for name, stage in inside.items():
+        for name in loop.stages:
+            stage = plan.stages[name]
             stages[name] = stage.model_copy(update={"resources": pod.resources})
     return plan.model_copy(update={"stages": stages, "servers": servers, "loop": loop})
 

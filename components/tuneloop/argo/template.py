@@ -106,22 +106,13 @@ def stage_template(component: Component, stage: StagePlan, cluster: Cluster) -> 
         stage: its plan (`tuneloop.argo.run_plan.plan_stage`).
         cluster: where its pods run.
     """
-    parameters = component.Params.model_fields
-    wired = [name for name in stage.wired if name in parameters]
-    optional = {name for name, required in component.inputs.items() if not required}
-    optional |= {name for name in wired if not parameters[name].is_required()}
     flags = encode_flags(stage.parameters)
     flags += encode_flags({name: input_tag(to_kebab_case(name)) for name in stage.wired})
     outputs = map(to_kebab_case, (component.output, *component.results))
     is_job = stage.nodes > 1
     container = Container(
         name=stage.template,
-        inputs=[
-            Parameter(name=to_kebab_case(name), default="")
-            if name in optional
-            else Parameter(name=to_kebab_case(name))
-            for name in stage.wired
-        ],
+        inputs=build_inputs(component, stage),
         outputs=[
             Parameter(name=name, value_from=models.ValueFrom(path=f"{pod_fields.OUTPUTS}/{name}"))
             for name in outputs
@@ -141,15 +132,40 @@ def stage_template(component: Component, stage: StagePlan, cluster: Cluster) -> 
         container.automount_service_account_token = True
     if is_job:
         return jobset_steps(component, stage, container, cluster)
+    prepare_sampling(component, stage, container, cluster)
+    return container
+
+
+def build_inputs(component: Component, stage: StagePlan) -> list[Parameter]:
+    """Build the inputs of a stage's template; an optional one may be left out or empty."""
+    parameters = component.Params.model_fields
+    inputs: list[Parameter] = []
+    for name in stage.wired:
+        is_optional = False
+        if name in component.inputs:
+            is_optional = not component.inputs[name]
+        elif name in parameters:
+            is_optional = not parameters[name].is_required()
+        if is_optional:
+            inputs.append(Parameter(name=to_kebab_case(name), default=""))
+        else:
+            inputs.append(Parameter(name=to_kebab_case(name)))
+    return inputs
+
+
+def prepare_sampling(
+    component: Component, stage: StagePlan, container: Container, cluster: Cluster
+) -> None:
+    """Give a stage's pod the token of the servers that it calls, or the lease on the devices that it shares."""
     engine = pod_fields.read_engine(component, stage.parameters)
-    if "endpoint" in wired and engine and engine.serves:
+    calls_server = "endpoint" in stage.wired
+    if calls_server and engine and engine.serves:
         pod_fields.mount_token(container)
     if engine and not engine.in_process:
         container.labels = {**(container.labels or {}), CLIENT_LABEL: "true"}
     # A client needs no device lease: it calls the run's own server, which holds one.
     elif component.accelerator:
         add_lease_sidecar(container, cluster, claims.role_of(component.image))
-    return container
 
 
 def server_template(server: ServerPlan, cluster: Cluster) -> Container:

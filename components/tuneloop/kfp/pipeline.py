@@ -35,6 +35,7 @@ from tuneloop.workflow.loop import (
     output_of,
     step_of,
 )
+from tuneloop.workflow.settings import ResourceRole
 
 ABOUT = {
     "store": "URL of the store, as pods reach it: s3://bucket/prefix",
@@ -279,10 +280,15 @@ def iterations_step(
     if spread := [spec.component.template for spec in specs if spec.nodes > 1]:
         remedy = f"{spread[0]} would have to run inside of a pod: set kfp.unroll to loop.iterations, or this to 1"
         raise UserError("nodes", config.nodes, remedy)
-    looped = plan_loop(loop, specs, config, ["seed", *config.published("")])
+    wired = ["seed"]
+    wired += config.published("")
+    looped = plan_loop(loop, specs, config, wired)
     stages = plan_pod_stages(looped, specs, config.cluster)
-    roles = [stage.resource_role for stage in stages.values()]
-    role, cluster = config.cluster.merge_roles(roles, engine.server is not None)
+    has_server = engine.server is not None
+    roles: list[ResourceRole] = []
+    for stage in stages.values():
+        roles.append(stage.resource_role)
+    role, cluster = config.cluster.merge_roles(roles, has_server)
     server_flags: list[str] = []
     if engine.server:
         server: JsonObject = {

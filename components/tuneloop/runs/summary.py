@@ -1,5 +1,6 @@
 """Describe a run in text, for terminals and reports."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ from tuneloop.formats.held_out import HeldOutFacts
 from tuneloop.runs.alarms import find_alarms
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.run_record import Curve, Run, Score
+from tuneloop.workflow.loop_state import LoopState
 
 RECENT = 20
 """Iterations whose median is what the next ones are expected to take."""
@@ -229,9 +231,17 @@ def _estimate_variance(
 def estimate_loop_end(
     run: Run,
     iterations: int | None,
+    target_reward: float = math.inf,
 ) -> float | None:
-    """Estimate when the last of so many iterations will have ended, in Unix seconds; None before
-    two have.
+    """Estimate when the last iteration of a loop will have ended, in Unix seconds.
+
+    Args:
+        run: the run.
+        iterations: how many were requested; None: not known.
+        target_reward: the mean reward that ends the loop.
+
+    Returns:
+        None before two iterations have ended, and where none follows.
     """
     ends: dict[int, float] = {}
     for entry in run.with_role("trainer"):
@@ -239,7 +249,11 @@ def estimate_loop_end(
             ends[entry.iteration] = entry.finished
     # Early iterations may have been slower, as completions get longer or shorter.
     newest = sorted(ends)[-RECENT - 1 :]
-    if len(newest) < 2 or not iterations or newest[-1] >= iterations:
+    if len(newest) < 2 or not iterations:
+        return None
+    rewards = {score.entry.iteration: score.value for score in run.training_rewards()}
+    start = LoopState(target_reward=target_reward, iterations=iterations)
+    if start.after(newest[-1], rewards.get(newest[-1], -math.inf)).is_over:
         return None
     # An iteration that committed nothing here leaves a gap.
     seconds = [(ends[end] - ends[start]) / (end - start) for start, end in pairwise(newest)]

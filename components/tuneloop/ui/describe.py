@@ -2,6 +2,7 @@
 weights.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,12 +54,15 @@ def describe_state(
         "stages": list_stages(run),
     }
     limit: int | None = None
+    target_reward = math.inf
     state = run.state
     try:
         if state:
             notes = [state.note, state.workflow.message]
             status["message"] = "; ".join(note for note in notes if note)
-            limit = int(state.workflow.parameters.get("iterations") or 0) or None
+            parameters = state.workflow.parameters
+            limit = int(parameters.get("iterations") or 0) or None
+            target_reward = float(parameters.get("target-reward") or math.inf)
         elif cluster:
             report = read_status(cluster, run.name)
             limit = report.iterations
@@ -74,6 +78,9 @@ def describe_state(
         status["message"] = str(error)
     rewards = [score.value for score in run.training_rewards() or run.evaluations()]
     evaluations = run.with_role("evaluator")
+    loop_end: float | None = None
+    if status["phase"] == "running":
+        loop_end = estimate_loop_end(run, limit, target_reward)
     return status | {
         "name": run.name,
         "record": run.record,
@@ -81,7 +88,7 @@ def describe_state(
         "iteration": run.iteration,
         "iterations": describe_iterations(run, limit),
         "reward": describe_reward(run),
-        "loop_end": estimate_loop_end(run, limit) if status["phase"] == "running" else None,
+        "loop_end": loop_end,
         "evaluation": evaluations[-1].key if evaluations else None,
         "rewards": rewards[:: max(1, len(rewards) // SPARKLINE_POINTS)],
     }

@@ -1,7 +1,11 @@
-"""The definition of a pipeline for all engines: its stages, their calls and its loop, which `tuneloop.argo.pipeline`
-and `tuneloop.kfp.pipeline` draw. A pipeline with branches or nested loops writes its graph for the engine itself."""
+"""The definition of a pipeline for all engines: its stages, their calls and its loop.
+
+`tuneloop.argo.pipeline` and `tuneloop.kfp.pipeline` draw it. A pipeline with branches or nested
+loops writes its graph for the engine itself.
+"""
 
 import copy
+import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,19 +48,19 @@ class StageSpec:
         if settings:
             self.parameters |= settings.model_dump()
         self.parameters |= parameters
-        if self.parameters.get("backend", "native") not in (None, "native"):
-            # Such a backend starts the ranks itself.
+        # Another backend than our own starts the ranks itself, from one process.
+        if self.parameters.get("backend") not in (None, "native"):
             self.parameters["expected_world_size"] = processes
             self.processes = 1
 
     def with_shared(self, values: Mapping[str, Any]) -> "StageSpec":
         """Return the stage with additional parameters: those of `values` that it has."""
-        made = copy.copy(self)
-        made.parameters = {
-            **self.parameters,
-            **{name: values[name] for name in self.accepted(list(values))},
-        }
-        return made
+        # The stage itself may be drawn for another engine, too.
+        spec = copy.copy(self)
+        spec.parameters = dict(self.parameters)
+        for name in self.accepted(list(values)):
+            spec.parameters[name] = values[name]
+        return spec
 
     def accepted(self, names: Sequence[str]) -> list[str]:
         """Return those of `names` that are parameters of the stage."""
@@ -64,35 +68,46 @@ class StageSpec:
 
 
 class Step:
-    """A call of a stage in a loop: `wires` maps an input or parameter to a value of the loop, such as ``policy``, or to
-    an earlier step's output, such as ``reward.rewards``. An `optional` step is left out if it has no `StageSpec`."""
+    """A call of a stage in a loop.
+
+    Args:
+        component: the stage.
+        optional: the step is left out if it has no `StageSpec`.
+        wires: an input or parameter → a value of the loop, such as ``policy``, or an earlier
+            step's output, such as ``reward.rewards``.
+
+    Raises:
+        UserError: a wire leads to nothing that the stage takes, or a required input has none.
+    """
 
     def __init__(self, component: Component, *, optional: bool = False, **wires: str) -> None:
         self.component = component
         self.optional = optional
         self.wires = wires
         self.name = component.template
-        self.outputs = [
-            f"{self.name}.{to_kebab_case(each)}" for each in (component.output, *component.results)
-        ]
-        known = [*component.inputs, *component.Params.model_fields]
+        self.outputs = [f"{self.name}.{to_kebab_case(component.output)}"]
+        self.outputs += [f"{self.name}.{to_kebab_case(result)}" for result in component.results]
+        names = list(component.inputs)
+        names += component.Params.model_fields
         for name, wire in wires.items():
-            if name not in known:
+            if name not in names:
+                remedy = f"is not an input or parameter; known: {', '.join(names)}"
                 raise UserError(
                     f"{self.name}.{name}",
                     wire,
-                    f"is not an input or parameter; known: {', '.join(known)}",
+                    remedy,
                 )
+        # An optional input has a default, or none is needed.
         for name, required in component.inputs.items():
             if required and name not in wires:
-                raise UserError(
-                    f"{self.name}.{name}", None, "is a required input: say which value it takes"
-                )
+                remedy = "is a required input: say which value it takes"
+                raise UserError(f"{self.name}.{name}", None, remedy)
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Steps that are repeated, one after another: the last one trains, those before it make its batch.
+    """Steps that are repeated, one after another: the last one trains, those before it make its
+    batch.
 
     Attributes:
         carry: value → the output that it takes in the next iteration.
@@ -110,57 +125,80 @@ class Loop:
     finish: Sequence[Step]
 
     def __post_init__(self) -> None:
-        known = {*self.inputs}
+        # A step sees the outputs of those before it.
+        values = set(self.inputs)
         for step in self.steps:
-            self._check(f"loop.steps.{step.name}", step.wires.values(), known)
-            known |= {*step.outputs}
-        ended = {*self.inputs}
-        for step in (self.check, *self.finish):
-            self._check(f"loop.{step.name}", step.wires.values(), ended)
-            ended |= {*step.outputs}
-        self._check("loop.carry", self.carry.values(), known)
-        self._check("loop.reward", [self.reward], known)
+            self._check_wires(
+                f"loop.steps.{step.name}",
+                step.wires.values(),
+                values,
+            )
+            values.update(step.outputs)
+        self._check_wires("loop.carry", self.carry.values(), values)
+        self._check_wires("loop.reward", [self.reward], values)
+        # What is after the loop sees none of its steps, only the values that it ends with.
+        values = set(self.inputs)
+        for step in self.last_steps:
+            self._check_wires(
+                f"loop.{step.name}",
+                step.wires.values(),
+                values,
+            )
+            values.update(step.outputs)
 
-    def _check(self, field: str, wires: Iterable[str], known: set[str]) -> None:
+    def _check_wires(
+        self,
+        field: str,
+        wires: Iterable[str],
+        values: set[str],
+    ) -> None:
+        """Raise UserError for a wire that leads to none of these values."""
         for wire in wires:
-            if wire not in known:
-                raise UserError(
-                    field, wire, f"no value has this name; known here: {', '.join(sorted(known))}"
-                )
+            if wire not in values:
+                remedy = f"no value has this name; known here: {', '.join(sorted(values))}"
+                raise UserError(field, wire, remedy)
 
     def check_specs(self, specs: Sequence[StageSpec]) -> None:
-        """Check that every step that is not optional has a `StageSpec`. Raises UserError at one that has none."""
+        """Check that every step that is not optional has a `StageSpec`. Raises UserError at one
+        that has none.
+        """
         described = {spec.component.template for spec in specs}
-        for step in (*self.steps, self.check, *self.finish):
+        for step in itertools.chain(self.steps, self.last_steps):
             if step.name not in described and not step.optional:
-                raise UserError(
-                    "stages", step.name, "is a step of the loop and has no StageSpec: add one"
-                )
+                remedy = "is a step of the loop and has no StageSpec: add one"
+                raise UserError("stages", step.name, remedy)
 
     @property
     def passed(self) -> tuple[str, ...]:
         """The values that an iteration starts from."""
-        return ("iteration", *self.carry, *self.constants)
+        return tuple(itertools.chain(["iteration"], self.carry, self.constants))
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The values that an iteration starts from, and the endpoint of the rollout server."""
-        return (*self.passed, "endpoint")
+        return tuple(itertools.chain(self.passed, ["endpoint"]))
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The values that the loop ends with."""
-        return (*self.carry, "iteration", output_of(self.reward))
+        return tuple(itertools.chain(self.carry, ["iteration", output_of(self.reward)]))
 
     @property
     def pod_outputs(self) -> tuple[str, ...]:
         """The values that several iterations in one pod end with."""
-        return ("iteration", *self.carry, output_of(self.reward))
+        return tuple(itertools.chain(["iteration"], self.carry, [output_of(self.reward)]))
 
     @property
     def trainer(self) -> Step:
         """The last step."""
         return self.steps[-1]
+
+    @property
+    def last_steps(self) -> list[Step]:
+        """The steps after the loop."""
+        steps = [self.check]
+        steps += self.finish
+        return steps
 
     @property
     def batch(self) -> Sequence[Step]:
@@ -170,13 +208,20 @@ class Loop:
     @property
     def batch_wires(self) -> list[str]:
         """The outputs of earlier steps that the last step and the loop need."""
-        return [wire for wire in (*self.trainer.wires.values(), self.reward) if "." in wire]
+        wires = itertools.chain(self.trainer.wires.values(), [self.reward])
+        return [wire for wire in wires if "." in wire]
 
     def values_of(self, steps: Sequence[Step]) -> list[str]:
-        """Return the loop's values that `steps` take, in the order in which they are first taken."""
-        return list(
-            dict.fromkeys(wire for step in steps for wire in step.wires.values() if "." not in wire)
-        )
+        """Return the loop's values that `steps` take, in the order in which they are first
+        taken.
+        """
+        values: list[str] = []
+        for step in steps:
+            for wire in step.wires.values():
+                # An output of another step is no value of the loop.
+                if "." not in wire and wire not in values:
+                    values.append(wire)
+        return values
 
 
 def step_of(wire: str) -> str:
@@ -190,13 +235,26 @@ def output_of(wire: str) -> str:
 
 
 def check_drawing(
-    component: Component, name: str, described: Container[str], drawn: Container[str]
+    component: Component,
+    name: str,
+    described: Container[str],
+    drawn: Container[str],
 ) -> None:
-    """Check that a stage which a pipeline draws under `name` is one of the `described` ones, and has this name alone
-    among those that were `drawn` before. Raises UserError."""
+    """Check a stage that a pipeline draws.
+
+    Args:
+        component: the stage.
+        name: the name under which it is drawn.
+        described: the stages that have a `StageSpec`.
+        drawn: the names under which stages were drawn before.
+
+    Raises:
+        UserError: the stage is not described, or the name is taken.
+    """
     if component.template not in described:
         remedy = "is drawn, and `stages` has no StageSpec of it: add one"
         raise UserError("stages", component.template, remedy)
+    # A stage commits below its name: two would commit to the same place.
     if name in drawn:
         remedy = "is the name of two stages that are drawn: give one of them another name"
         raise UserError("stages", name, remedy)
@@ -205,7 +263,10 @@ def check_drawing(
 class Outputs:
     """The outputs of a task, each an attribute: ``data.prompts``; `read` looks one up by name."""
 
-    def __init__(self, read: Callable[[str], Any]) -> None:
+    def __init__(
+        self,
+        read: Callable[[str], Any],
+    ) -> None:
         self._read = read
 
     def __getattr__(self, name: str) -> Any:
@@ -218,8 +279,11 @@ class Graph(Protocol):
     config: Any
 
     def stage(self, component: Component, name: str = "", **inputs: Any) -> Outputs:
-        """Call a stage and return its outputs, committed in the run under the task's `name` (default: the stage's)."""
+        """Call a stage and return its outputs, committed in the run under the task's `name`
+        (default: the stage's).
+        """
 
     def loop(self, serve: Any, **values: Any) -> None:
-        """Evaluate a policy, run the loop, evaluate and finish. The rollout server boots with the checkpoint `serve`,
-        and the first iteration starts from `values`."""
+        """Evaluate a policy, run the loop, evaluate and finish. The rollout server boots with the
+        checkpoint `serve`, and the first iteration starts from `values`.
+        """

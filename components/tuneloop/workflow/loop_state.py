@@ -1,16 +1,27 @@
 """Where a loop stands, and whether it goes on: the one definition.
 
-A pod of several iterations, a task of Kubeflow Pipelines and the marks of an unrolled loop ask a `LoopState`; Argo's
-``when`` is made from the same function (`tuneloop.argo.loop.build_loop_condition`)."""
+A pod of several iterations, a task of Kubeflow Pipelines and the marks of an unrolled loop ask a
+`LoopState`; Argo's ``when`` is made from the same function
+(`tuneloop.argo.loop.build_loop_condition`).
+"""
 
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 
-def goes_on(iteration: Any, reward: Any, iterations: Any, target_reward: Any) -> Any:
-    """Return whether an iteration follows the one with this number and this mean reward. The arguments are numbers, or
-    terms of an expression that a workflow engine evaluates; a reward that is not a number ends the loop."""
+def goes_on(
+    iteration: Any,
+    reward: Any,
+    iterations: Any,
+    target_reward: Any,
+) -> Any:
+    """Return whether an iteration follows the one with this number and this mean reward.
+
+    The arguments are numbers, or terms of an expression that a workflow engine evaluates. A reward
+    that is not a number ends the loop.
+    """
+    # Not `and`, which terms of an expression do not have.
     return (iteration < iterations) & (reward < target_reward)
 
 
@@ -32,9 +43,18 @@ class LoopState:
 
     def after(self, iteration: int, reward: float) -> "LoopState":
         """Return the state after an iteration with this number and mean reward."""
-        return replace(self, iteration=iteration, reward=reward)
+        return replace(
+            self,
+            iteration=iteration,
+            reward=reward,
+        )
 
     @property
     def is_over(self) -> bool:
         """Whether no iteration follows."""
-        return not goes_on(self.iteration, self.reward, self.iterations, self.target_reward)
+        return not goes_on(
+            self.iteration,
+            self.reward,
+            self.iterations,
+            self.target_reward,
+        )

@@ -1,9 +1,10 @@
 """What a workflow will run: its stages with typed parameters, its rollout servers, and its loop.
 
-The plan is made where a pipeline's settings and its stages meet (`tuneloop.argo.run_plan`). The Workflow is rendered
-from it and carries it as an annotation, from which `read_plan` reads it again. Whoever wants to know what a stage is
-started with asks the plan, not the words of a rendered command. The graph itself, and the parameters that a user may
-still change when a workflow is submitted (``iterations``, ``target-reward``), are the Workflow's.
+The plan is made where a pipeline's settings and its stages meet (`tuneloop.argo.run_plan`). The
+Workflow is rendered from it and carries it as an annotation, from which `read_plan` reads it again.
+Whoever wants to know what a stage is started with asks the plan, not the words of a rendered
+command. The graph itself, and the parameters that a user may still change when a workflow is
+submitted (``iterations``, ``target-reward``), are the Workflow's.
 """
 
 import json
@@ -33,7 +34,8 @@ class PodResources(BaseModel, frozen=True, extra="forbid"):
     Attributes:
         memory_limit: None: there is no limit.
         accelerators: GPUs of the pod; those of a claim that runs share are not counted.
-        shared_memory: size of an in-memory ``/dev/shm``; ``auto``: all of the pod's memory; empty: the runtime's own.
+        shared_memory: size of an in-memory ``/dev/shm``; ``auto``: all of the pod's memory; empty:
+            the runtime's own.
     """
 
     cpu: str
@@ -81,7 +83,10 @@ class StagePlan(PodPlan):
 
     @property
     def component(self) -> Component | None:
-        """The stage as it is declared; None where its module is not tuneloop's and has not been imported here."""
+        """The stage as it is declared; None where its module is not tuneloop's and has not been
+        imported here.
+        """
+        # The module may be a program of somebody else, which reading a plan must not start.
         return find_component(self.module, self.template)
 
     @property
@@ -108,7 +113,10 @@ class StagePlan(PodPlan):
         return options
 
     def number(self, name: str) -> float | None:
-        """Return a parameter that is a number; None where it is absent, or decided while the workflow runs."""
+        """Return a parameter that is a number; None where it is absent, or decided while the
+        workflow runs.
+        """
+        # To Python a boolean is an integer, too.
         value = self.parameters.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
@@ -118,8 +126,10 @@ class StagePlan(PodPlan):
         """Return how a pod of several iterations calls the stage.
 
         Args:
-            wires: input or parameter → the value of the loop that it takes (`tuneloop.workflow.loop.Step`).
+            wires: input or parameter → the value of the loop that it takes, as in
+                `tuneloop.workflow.loop.Step`.
         """
+        # What the pod sets in each iteration must not stand in the command as well.
         constants = {name: value for name, value in self.parameters.items() if name not in wires}
         return StageCall(
             name=self.template,
@@ -137,7 +147,8 @@ class ServerPlan(PodPlan):
         port: where each listens.
         engine_args: vLLM's own options.
         replicas: how many there are.
-        weights: URL of the versions that they follow; None: they load the checkpoints that they are given.
+        weights: URL of the versions that they follow; None: they load the checkpoints that they are
+            given.
         asleep: what a pod requests while its server sleeps; empty: the same as awake.
     """
 
@@ -159,7 +170,8 @@ class LoopPlan(BaseModel, frozen=True, extra="forbid"):
     """A loop, in the terms of `tuneloop.workflow.loop.Loop`.
 
     Attributes:
-        evaluate_every: iterations between two runs of `check`; 0: it runs only before and after the loop.
+        evaluate_every: iterations between two runs of `check`; 0: it runs only before and after the
+            loop.
         asynchronous: the next batch is sampled while the policy is updated on this one.
         iterations_per_pod: 0: each stage has a pod of its own.
         pod: the pod that runs iterations; None where each stage has a pod of its own.
@@ -190,7 +202,11 @@ class LoopPlan(BaseModel, frozen=True, extra="forbid"):
         return [*self.stages, *([self.check.stage] if self.evaluate_every else [])]
 
     def build_pod_loop(self, stages: Mapping[str, StagePlan]) -> PodLoop:
-        """Return what a pod of several iterations is given; `stages` are those of the run, by template."""
+        """Return what a pod of several iterations is given.
+
+        Args:
+            stages: those of the run, by template.
+        """
         check: StageCall | None = None
         if self.evaluate_every:
             check = stages[self.check.stage].build_call(self.check.wires)
@@ -204,7 +220,10 @@ class LoopPlan(BaseModel, frozen=True, extra="forbid"):
 
 
 class RunPlan(BaseModel, frozen=True, extra="forbid"):
-    """What a workflow runs: `stages` and `servers` by template, and the loop. A plan of another `form` is not read."""
+    """What a workflow runs: `stages` and `servers` by template, and the loop.
+
+    A plan of another `form` is not read.
+    """
 
     form: Literal[1] = 1
     pipeline: str
@@ -215,6 +234,7 @@ class RunPlan(BaseModel, frozen=True, extra="forbid"):
     @property
     def pods(self) -> Iterator[PodPlan]:
         """The pods of stages that have one of their own, of servers, and of iterations."""
+        # Stages that a pod of iterations runs have no pod of their own.
         inner = self.loop.stages if self.loop and self.loop.pod else []
         yield from (stage for name, stage in self.stages.items() if name not in inner)
         yield from self.servers.values()
@@ -222,7 +242,9 @@ class RunPlan(BaseModel, frozen=True, extra="forbid"):
             yield self.loop.pod
 
     def find_pod(self, template: str) -> StagePlan | ServerPlan | None:
-        """Return the stage or the server whose pods a template starts; None where it starts another program."""
+        """Return the stage or the server whose pods a template starts; None where it starts another
+        program.
+        """
         if template in self.servers:
             return self.servers[template]
         return next(

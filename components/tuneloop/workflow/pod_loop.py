@@ -1,4 +1,7 @@
-"""Iterations of a loop as one pod runs them, stage after stage: what `tuneloop.local.iterations` is given."""
+"""Iterations of a loop as one pod runs them, stage after stage.
+
+They are what `tuneloop.local.iterations` is given.
+"""
 
 import math
 from typing import Literal
@@ -7,7 +10,9 @@ from pydantic import BaseModel
 
 PROGRAM = "tuneloop.local.iterations"
 PerPod = int | Literal["auto"]
-"""Iterations that a pod runs; 0: each stage has a pod of its own; auto: the pod decides (`count_iterations`)."""
+"""Iterations that a pod runs; 0: each stage has a pod of its own; auto: the pod decides
+(`count_iterations`).
+"""
 BEARABLE = 0.1
 """The fraction of a loop's time that may be spent between pods and while they start."""
 
@@ -20,8 +25,8 @@ def count_iterations(lost_s: float, iteration_s: float) -> int:
         iteration_s: seconds that an iteration takes.
 
     Returns:
-        At least one: the smallest n for which the lost seconds are at most the fraction `BEARABLE` of the time from pod
-        to pod, that is n ≥ lost · (1 / BEARABLE - 1) / iteration.
+        At least one: the smallest n for which the lost seconds are at most the fraction `BEARABLE`
+        of the time from pod to pod, that is n ≥ lost · (1 / BEARABLE - 1) / iteration.
     """
     return max(1, math.ceil(lost_s * (1 / BEARABLE - 1) / iteration_s))
 
@@ -45,7 +50,10 @@ class StageCall(BaseModel, frozen=True, extra="forbid"):
 
 
 class PodLoop(BaseModel, frozen=True, extra="forbid"):
-    """The steps of an iteration, in `tuneloop.workflow.loop.Loop`'s terms; `check` runs after each `evaluate_every`."""
+    """The steps of an iteration, in `tuneloop.workflow.loop.Loop`'s terms.
+
+    `check` runs after each `evaluate_every` of them.
+    """
 
     steps: list[StageCall]
     carry: dict[str, str]

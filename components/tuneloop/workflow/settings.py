@@ -15,8 +15,9 @@ PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 DELETE_DELAY = "600s"
 """Delay after which Argo deletes a pod that succeeded."""
 QUEUE = "tuneloop"
+"""LocalQueue of ``manifests/base``."""
 SAMPLER_QUEUE = "tuneloop-samplers"
-"""LocalQueues of ``manifests/base``. Servers have their own, so that they never hold quota that stages wait for."""
+"""LocalQueue of servers, which never hold quota that stages wait for."""
 GROUP_LABEL = "tuneloop.dev/share-group"
 """Label of the pods and claims of a `Share`."""
 ROLE_LABEL = "tuneloop.dev/role"
@@ -24,15 +25,19 @@ ROLE_LABEL = "tuneloop.dev/role"
 CLIENT_LABEL = "tuneloop.dev/fleet-client"
 """Label of pods that sample with the engine `endpoint`: an autoscaler counts them."""
 TOKEN_SECRET = "tuneloop-server-{{workflow.uid}}"
+"""Secret of a workflow with the token of its rollout servers (`tuneloop.core.server_token`),
+which `submit` makes.
+"""
 TOKEN_KEY = "token"
-"""Secret of a workflow with the token of its rollout servers (`tuneloop.core.server_token`), which `submit` makes."""
+"""The key of the token in that secret."""
 SHARE = "tuneloop.dev/share"
 """Annotation of a Workflow: its `Share`, as JSON."""
 PROCESS = "process"
 SANDBOX_PLACE = rf"{PROCESS}|https?://[^\s#]*[^\s#/](#({PROCESS}|gvisor))?"
 SANDBOX_VARIABLE = "TUNELOOP_SANDBOX"
+"""Variable of a pod: where a policy's programs run."""
 SANDBOX_TOKEN = "TUNELOOP_SANDBOX_TOKEN_FILE"
-"""Variables of a pod: where a policy's programs run, and the file with the token of that service."""
+"""Variable of a pod: the file with the token of that service."""
 SANDBOX = "tuneloop-sandbox", "/run/tuneloop/sandbox-token"
 """Secret with that token, under `TOKEN_KEY`, and where it is mounted."""
 AUTO = "auto"
@@ -42,7 +47,7 @@ MEMORY = r"\d+(\.\d+)?[KMGTPE]i"
 
 
 class Share(BaseModel, frozen=True, extra="forbid"):
-    """Runs that use the same devices. Runs of one `group` are set up alike: what differs between them is refused."""
+    """Runs that use the same devices. What differs between runs of one `group` is refused."""
 
     group: str = Field(
         pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$",
@@ -59,30 +64,35 @@ class Share(BaseModel, frozen=True, extra="forbid"):
     runs_per_claim: int = Field(
         2,
         ge=1,
-        description="runs that share a claim, which no queue accounts for; a further run gets another claim; 1: each "
-        "pod has its own claim, without leases, and Kueue accounts for it where it maps the device class",
+        description="runs that share a claim, which no queue accounts for; a further run gets "
+        "another claim; 1: each pod has its own claim, without leases, and Kueue accounts for "
+        "it where it maps the device class",
     )
     policy: Literal["fifo", "lrs"] = Field(
         "fifo",
-        description="which run gets the lease next: fifo: the first to ask; lrs: the least recently served",
+        description="which run gets the lease next: fifo: the first to ask; lrs: the least "
+        "recently served",
     )
     patience: float = Field(
         30.0, ge=1, description="seconds after which a silent holder has lost its lease"
     )
     roles: Literal["together", "apart", "strict"] = Field(
         "together",
-        description="together: trainers and samplers share one claim; apart: each has its own, on nodes labelled "
-        "tuneloop.dev/role=trainer or sampler where there are any; strict: on such nodes only",
+        description="together: trainers and samplers share one claim; apart: each has its own, "
+        "on nodes labelled tuneloop.dev/role=trainer or sampler where there are any; strict: on "
+        "such nodes only",
     )
     request: str = Field(
         "",
         pattern=rf"^({MEMORY})?$",
-        description="memory (512Mi, 2Gi) that a sharing stage requests, less than its limit; empty: all it may use",
+        description="memory (512Mi, 2Gi) that a sharing stage requests, less than its limit; "
+        "empty: all it may use",
     )
     node_memory: str = Field(
         "",
         pattern=rf"^({MEMORY})?$",
-        description="memory (64Gi) of the node that runs share; a run that cannot fit is refused; empty: not checked",
+        description="memory (64Gi) of the node that runs share; a run that cannot fit is "
+        "refused; empty: not checked",
     )
     overhead: str = Field(
         "4Gi", pattern=rf"^{MEMORY}$", description="memory (4Gi) of the node that is not the runs'"
@@ -94,14 +104,18 @@ class Share(BaseModel, frozen=True, extra="forbid"):
         return bool(self.device_class) and self.runs_per_claim == 1
 
     @model_validator(mode="after")
-    def _devices(self) -> Share:
+    def _check_devices(self) -> Share:
+        """Refuse a description of devices that nothing claims."""
+        # Without a class there is no claim, so that neither would have an effect.
         if not self.device_class and (self.count > 1 or self.selector):
             raise ValueError("count and selector describe a claim: set device_class")
         return self
 
 
 ResourceRole = Literal["trainer", "sampler", "scorer", "cpu"]
-"""What a pod computes: training; sampling; scores and log-probabilities of a model; nothing on an accelerator."""
+"""What a pod computes: training; sampling; scores and log-probabilities of a model; nothing on an
+accelerator.
+"""
 ROLES: tuple[ResourceRole, ...] = get_args(ResourceRole)
 GRACE_S = 30
 """Kubernetes' own grace period, seconds."""
@@ -109,16 +123,16 @@ SharedMemory = Annotated[
     str,
     Field(
         pattern=rf"^({AUTO}|{MEMORY})?$",
-        description="size limit (8Gi) of an in-memory /dev/shm, which counts as the pod's memory; auto: all of the "
-        "pod's memory; empty: the runtime's 64 MiB",
+        description="size limit (8Gi) of an in-memory /dev/shm, which counts as the pod's "
+        "memory; auto: all of the pod's memory; empty: the runtime's 64 MiB",
     ),
 ]
 Grace = Annotated[
     int,
     Field(
         ge=0,
-        description="seconds between SIGTERM and SIGKILL, for the last step and a resume point; tasks of Kubeflow "
-        "Pipelines have 30, a TrainJob has what its runtime sets",
+        description="seconds between SIGTERM and SIGKILL, for the last step and a resume point; "
+        "tasks of Kubeflow Pipelines have 30, a TrainJob has what its runtime sets",
     ),
 ]
 
@@ -141,14 +155,14 @@ class Resources(BaseModel, frozen=True, extra="forbid"):
     memory: str = Field(
         AUTO,
         pattern=rf"^({AUTO}|{MEMORY})$",
-        description="memory that a pod requests, and its limit: 512Mi, 2Gi; auto: what `tuneloop plan` estimates, "
-        f"and {UNKNOWN} without a limit where it cannot",
+        description="memory that a pod requests, and its limit: 512Mi, 2Gi; auto: what "
+        f"`tuneloop plan` estimates, and {UNKNOWN} without a limit where it cannot",
     )
     memory_on_retry: str = Field(
         "",
         pattern=rf"^({MEMORY})?$",
-        description="memory limit (4Gi) of attempts after the first: a stage that ran out of memory is retried "
-        "once; empty: it is not retried",
+        description="memory limit (4Gi) of attempts after the first: a stage that ran out of "
+        "memory is retried once; empty: it is not retried",
     )
     shm: SharedMemory = ""
     grace_s: Grace = GRACE_S
@@ -158,7 +172,9 @@ class Resources(BaseModel, frozen=True, extra="forbid"):
     )
 
     @model_validator(mode="after")
-    def _more_memory(self) -> Resources:
+    def _check_memory(self) -> Resources:
+        """Refuse a limit for retries beside a first limit that is estimated."""
+        # The estimate is made later, from the whole workflow, and may be the higher one.
         if self.memory_on_retry and self.memory == AUTO:
             raise ValueError("memory_on_retry raises the limit that memory sets: set it, too")
         return self
@@ -170,14 +186,23 @@ class Resources(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def memory_limit(self) -> str | None:
+        """The limit of a pod's memory; None before `tuneloop.argo.memory_estimate` has seen its
+        workflow.
+        """
         return None if self.memory == AUTO else self.memory
 
     @property
     def place(self) -> dict[str, Any]:
         """On which nodes a pod may run, as fields of its spec; empty: on all."""
-        tolerations = [each.model_dump(exclude_defaults=True) for each in self.tolerations]
-        fields = {"nodeSelector": self.node_selector, "tolerations": tolerations}
-        return {name: value for name, value in fields.items() if value}
+        # An empty field would be one more difference between two manifests.
+        fields: dict[str, Any] = {}
+        if self.node_selector:
+            fields["nodeSelector"] = self.node_selector
+        if self.tolerations:
+            fields["tolerations"] = [
+                toleration.model_dump(exclude_defaults=True) for toleration in self.tolerations
+            ]
+        return fields
 
 
 class AcceleratorResources(Resources):
@@ -203,8 +228,8 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     )
     queue: str = Field(
         QUEUE,
-        description=f"Kueue LocalQueue of accelerator stages; samplers wait in {SAMPLER_QUEUE} unless this is set; "
-        "empty: not queued",
+        description=f"Kueue LocalQueue of accelerator stages; samplers wait in {SAMPLER_QUEUE} "
+        "unless this is set; empty: not queued",
     )
     priority: str = Field(
         "", description="Kueue WorkloadPriorityClass of accelerator stages; empty: priority 0"
@@ -234,31 +259,43 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     share: Share | None = Field(None, description="share devices with other runs (docs/sharing.md)")
 
     @model_validator(mode="after")
-    def _either(self) -> Cluster:
-        if self.share and self.share.device_class and any(map(self.count_gpus, ROLES)):
+    def _check_owner_of_devices(self) -> Cluster:
+        """Refuse GPUs of the run's own beside those of a claim: a pod would wait for both."""
+        # A claim that names no class is none.
+        claims_devices = self.share is not None and self.share.device_class != ""
+        if claims_devices and any(self.count_gpus(role) for role in ROLES):
             raise ValueError(
-                "gpus belong to this run alone, share.device_class to a shared claim: set one of them"
+                "gpus belong to this run alone, share.device_class to a shared claim: set one of "
+                "them"
             )
         return self
 
     @property
     def sandbox_environment(self) -> dict[str, str]:
         """The variables of a pod that follow from `sandbox`."""
-        token = f"{SANDBOX[1]}/{TOKEN_KEY}"
-        return (
-            {}
-            if self.sandbox == PROCESS
-            else {SANDBOX_VARIABLE: self.sandbox, SANDBOX_TOKEN: token}
-        )
+        # A program in the pod's own process needs no service, and so no token.
+        if self.sandbox == PROCESS:
+            return {}
+        return {
+            SANDBOX_VARIABLE: self.sandbox,
+            SANDBOX_TOKEN: f"{SANDBOX[1]}/{TOKEN_KEY}",
+        }
 
     def resources(self, role: ResourceRole) -> Resources:
+        """Return what a pod of a role requests."""
         return getattr(self, role)
 
     def check_one_memory_limit(self, role: ResourceRole, runner: str) -> None:
-        """Raise UserError where attempts after the first are to have more memory, but `runner` gives all the same."""
+        """Raise UserError if a retry is to have more memory, and `runner` gives all attempts the
+        same.
+        """
+        # An empty limit asks for no second attempt.
         limit = self.resources(role).memory_on_retry
         if limit:
-            remedy = f"{runner} gives all attempts one limit: leave it out, and raise cluster.{role}.memory"
+            remedy = (
+                f"{runner} gives all attempts one limit: "
+                f"leave it out, and raise cluster.{role}.memory"
+            )
             raise UserError(f"cluster.{role}.memory_on_retry", limit, remedy)
 
     def count_gpus(self, role: ResourceRole) -> int:
@@ -267,31 +304,63 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
 
     def adjust_role(self, role: ResourceRole, **changes: Any) -> Cluster:
         """Return these settings with other resources of one role."""
-        return self.model_copy(update={role: self.resources(role).model_copy(update=changes)})
+        # Settings are read by many, and so are never changed in place.
+        resources = self.resources(role).model_copy(update=changes)
+        return self.model_copy(update={role: resources})
 
     def merge_roles(
         self, roles: Iterable[ResourceRole], served: bool = False
     ) -> tuple[ResourceRole, Cluster]:
-        """Return the role of a pod that runs stages of `roles` in turn (the first of them in `ROLES`), and settings
-        with the GPUs of the role with most; if `served`, those of the rollout server beside them are added."""
-        known = set(roles)
-        first = next(role for role in ROLES if role in known or (served and role == "sampler"))
-        gpus = max(map(self.count_gpus, known)) + (self.sampler.gpus if served else 0)
-        return first, self if first == "cpu" else self.adjust_role(first, gpus=gpus)
+        """Merge the roles of a pod that runs several stages in turn.
+
+        Args:
+            roles: those of the stages.
+            served: whether a rollout server runs beside them, in the same pod.
+
+        Returns:
+            The pod's role, the first one in `ROLES`, and settings in which this role has the GPUs
+            of the stage with most, and those of the server.
+        """
+        stage_roles = set(roles)
+        pod_roles = set(stage_roles)
+        if served:
+            pod_roles.add("sampler")
+        first = min(pod_roles, key=ROLES.index)
+        if first == "cpu":
+            return first, self
+        # Stages run one after the other, and use the same devices; the server runs all the while.
+        gpus = max(self.count_gpus(role) for role in stage_roles)
+        if served:
+            gpus += self.sampler.gpus
+        return first, self.adjust_role(first, gpus=gpus)
 
     def build_queue_labels(self, role: ResourceRole) -> dict[str, str]:
-        """Build the labels by which Kueue admits a role's pod or job; none for cpu, without a queue, or on a claim."""
-        own = self.resources(role)
-        claimed = self.share and self.share.device_class and not self.share.alone
-        if claimed or not isinstance(own, AcceleratorResources):
+        """Build the labels by which Kueue admits a role's pod or job; none for cpu, without a
+        queue, or on a claim.
+        """
+        # Kueue accounts for accelerators alone.
+        resources = self.resources(role)
+        # No queue accounts for a claim that several runs share.
+        is_shared = self.share and self.share.device_class and not self.share.alone
+        if is_shared or not isinstance(resources, AcceleratorResources):
             return {}
-        common = SAMPLER_QUEUE if role == "sampler" and self.queue == QUEUE else self.queue
-        queue = common if own.queue is None else own.queue
-        labels = {QUEUE_LABEL: queue, PRIORITY_LABEL: self.priority}
-        return {name: value for name, value in labels.items() if value and queue}
+        # Samplers wait apart, unless one queue was chosen for all.
+        queue = self.queue
+        if role == "sampler" and queue == QUEUE:
+            queue = SAMPLER_QUEUE
+        if resources.queue is not None:
+            queue = resources.queue
+        if not queue:
+            return {}
+        labels = {QUEUE_LABEL: queue}
+        if self.priority:
+            labels[PRIORITY_LABEL] = self.priority
+        return labels
 
 
 NEXT = "next"
-"""The output that says where a run continues: ``{"entrypoint": …, "arguments": {…}}``; the last workflow has none."""
+"""The output that says where a run continues: ``{"entrypoint": …, "arguments": {…}}``; the last
+workflow has none.
+"""
 LOCAL = "TUNELOOP_LOCAL"
 """Set in the environment of pods on this machine."""

@@ -260,6 +260,9 @@ def test_the_loop_ends_as_far_off_as_its_iterations_took(tmp_path: Path) -> None
         "the pause of a run that was resumed does not count"
     )
     assert [estimate_loop_end(run, most) for most in (None, 4, 3)] == [None] * 3
+    newest = run.training_rewards()[-1].value
+    assert estimate_loop_end(run, 10, target_reward=newest) is None, "its reward ended the loop"
+    assert estimate_loop_end(run, 10, target_reward=newest + 0.01) is not None
 
 
 def test_a_sparkline_is_as_wide_as_its_values_at_most() -> None:
