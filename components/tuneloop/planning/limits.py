@@ -83,10 +83,10 @@ class Subject:
         name = component.name if component else stage.template
         field = parameter.partition(".")[0]
         # What all stages that train have in common is in the section `trainer`.
-        for wanted in (name, "trainer"):
+        for owner in (name, "trainer"):
             for section, info in type(self.settings).model_fields.items():
                 for section_class in list_classes(info):
-                    is_wanted = section_class.__name__ == f"{wanted}{SECTION_SUFFIX}"
+                    is_wanted = section_class.__name__ == f"{owner}{SECTION_SUFFIX}"
                     if is_wanted and field in section_class.model_fields:
                         return f"{section}.{parameter}"
         return f"{name}.{parameter}"

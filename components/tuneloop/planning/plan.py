@@ -180,10 +180,10 @@ def describe_completions(stage: StagePlan, times: int) -> str:
     text = f"{times} × {prompts:g} prompts × {completions:g} = {total:,.0f} completions"
     longest = stage.number("max_tokens")
     if longest:
-        # Groups that are carried have been begun, and the last iteration leaves some.
+        # Groups that are carried have been sampled, and the last iteration leaves some.
         oversampled = stage.number("oversampled_prompts") or prompts
-        begun = total + (oversampled - prompts) * completions
-        text += f", at most {begun * longest:,.0f} tokens"
+        sampled = total + (oversampled - prompts) * completions
+        text += f", at most {sampled * longest:,.0f} tokens"
     return text
 
 
