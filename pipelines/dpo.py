@@ -23,7 +23,7 @@ from tuneloop.stages.sft import sft
 from tuneloop.stages.tokenize_data import tokenize_data
 from tuneloop.workflow.loop import Graph, StageSpec
 
-GIVEN = {*SET_BY_PIPELINE, *TRAINER_SETTINGS}
+GIVEN = SET_BY_PIPELINE.union(TRAINER_SETTINGS)
 TUNING = sft.settings(without=GIVEN)
 
 Config: Any = PipelineConfig.with_sections(
@@ -32,7 +32,7 @@ Config: Any = PipelineConfig.with_sections(
     model=base_model.settings(without=SET_BY_PIPELINE),
     trainer=TrainerConfig,
     sft=(TUNING | None, TUNING()),
-    reference=reference_logprobs.settings(without={*GIVEN, "mismatched_pairs"}),
+    reference=reference_logprobs.settings(without=GIVEN | {"mismatched_pairs"}),
     preference=preference.settings(without=GIVEN),
     evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
     export=export.settings(),
@@ -60,6 +60,7 @@ def stages(config: Config) -> list[StageSpec]:
         tuning.append(StageSpec(tokenize_data))
     if config.sft:
         tuning.append(StageSpec(sft, config.sft, trainer=trainer, processes=config.processes))
+    # KTO estimates the divergence from completions of other prompts.
     mismatched = config.preference.algorithm == "kto"
     return [
         StageSpec(data_prep, choose_sizes(config.data), required=required),

@@ -31,7 +31,7 @@ from tuneloop.stages.reward import reward
 from tuneloop.stages.rollout import rollout
 from tuneloop.workflow.loop import Graph, Loop, StageSpec, Step
 
-GIVEN = {*SET_BY_PIPELINE, "weights", "publish_weights", "weight_encoding"}
+GIVEN = SET_BY_PIPELINE | {"weights", "publish_weights", "weight_encoding"}
 
 Config: Any = LoopPipelineConfig.with_sections(
     data=data_prep.settings(without=GIVEN, sft=0),
@@ -39,7 +39,7 @@ Config: Any = LoopPipelineConfig.with_sections(
     rollout=rollout.settings(without=GIVEN, max_tokens=8),
     reward=reward.settings(),
     trainer=TrainerConfig,
-    update=policy_update.settings(without={*GIVEN, *TRAINER_SETTINGS}),
+    update=policy_update.settings(without=GIVEN.union(TRAINER_SETTINGS)),
     evaluate=evaluate.settings(without=GIVEN, max_tokens=8),
     export=export.settings(),
     deploy=(deploy_model.settings() | None, None),
@@ -79,6 +79,7 @@ def stages(config: Config, required: Sequence[str] = ("train",)) -> list[StageSp
     `required`: the splits of the data that the pipeline cannot do without."""
     engine = {"engine": config.engine.kind, "engine_args": config.engine.options}
     first = {}
+    # The base model is published as version 0, so that servers which pull have it before training.
     publication = config.engine.publication
     if publication:
         first["publish_weights"] = publication.has_base_version

@@ -22,7 +22,7 @@ Config: Any = PipelineConfig.with_sections(
     data=data_prep.settings(without=SET_BY_PIPELINE),
     model=base_model.settings(without=SET_BY_PIPELINE),
     trainer=TrainerConfig,
-    sft=sft.settings(without={*SET_BY_PIPELINE, *TRAINER_SETTINGS}),
+    sft=sft.settings(without=SET_BY_PIPELINE.union(TRAINER_SETTINGS)),
     evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
     export=export.settings(),
 )

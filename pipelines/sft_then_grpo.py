@@ -20,7 +20,7 @@ grpo, tuning = (load_pipeline(name, beside=__file__) for name in ("grpo", "sft")
 Config: Any = grpo.Config.with_sections(
     tokenize=(tuning.Tokenize, False),
     data=data_prep.settings(without=grpo.GIVEN),
-    sft=sft.settings(without={*grpo.GIVEN, *grpo.TRAINER_SETTINGS}),
+    sft=sft.settings(without=grpo.GIVEN.union(grpo.TRAINER_SETTINGS)),
 )
 
 
