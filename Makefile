@@ -5,7 +5,7 @@ UV := .tools/bin/uv
 BIN := .venv/bin
 # As many files side by side, with a thread each, and those that take long first.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest tests/local tests/golden tests/unit -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest tests/local tests/golden tests/unit tests/extensions -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 # All stages are forks of one process that has imported their libraries.
 WARM := -p tests.warm
 INSTALLED := .venv/.installed
@@ -66,7 +66,7 @@ lint: $(INSTALLED) ## ruff, mypy, import rules, golden files of the requirements
 test-all: test test-slow test-cluster ## every tier; the last needs a cluster
 
 fuzz: $(INSTALLED) ## five minutes of broken bodies for the requests of the servers, some thousand in all
-	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/pytest tests/unit/gateway tests/unit/inference -k test_fuzz -rP
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/pytest tests/extensions/gateway tests/unit/inference -k test_fuzz -rP
 
 fuzz-judges: $(INSTALLED) ## 10,000 generated answers for each judge, also those that run programs (an hour)
 	FUZZ_ANSWERS=10000 OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/unit/rewards/test_fuzz.py -v

@@ -221,12 +221,16 @@ def compute_complexity(function: ast.AST) -> int:
 
 
 def list_packages() -> Iterator[tuple[str, list[Path]]]:
-    """Yield each package of tuneloop, and the pipelines, with their files."""
+    """Yield each package of tuneloop, each extension, and the pipelines, with their files."""
     package = ROOT / "components" / "tuneloop"
-    for directory in sorted(path for path in package.iterdir() if path.is_dir()):
+    directories = sorted(path for path in package.iterdir() if path.is_dir())
+    extensions = package / "extensions"
+    directories.remove(extensions)
+    directories += sorted(path for path in extensions.iterdir() if path.is_dir())
+    for directory in directories:
         files = sorted(directory.rglob("*.py"))
         if files:
-            yield directory.name, files
+            yield str(directory.relative_to(package)), files
     yield "pipelines", sorted((ROOT / "pipelines").rglob("*.py"))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.extensions.gateway.test_drain import DATUM, ask, fetch, serve
 from tests.policies import commit_policy
-from tests.unit.gateway.test_drain import DATUM, ask, fetch, serve
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import Artifact
 from tuneloop.inference.engines.transformers import Transformers

@@ -16,12 +16,12 @@ from kubernetes import client
 from tests.unit.planning.test_plan import PUBLISHED
 from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.cli import run_cli
-from tuneloop.cli.gateway import GRACE_S
 from tuneloop.cluster.launch import KINDS, Kind
 from tuneloop.cluster.queue_problems import compute_pod_requests
 from tuneloop.config.loading import dump_workflow, find_pipeline, list_pipelines
-from tuneloop.gateway.jobs import Jobs
-from tuneloop.gateway.sessions import SessionRequest
+from tuneloop.extensions.gateway.command import GRACE_S
+from tuneloop.extensions.gateway.jobs import Jobs
+from tuneloop.extensions.gateway.sessions import SessionRequest
 from tuneloop.inference import sandbox_server
 from tuneloop.stages.deploy_model import deploy_model
 from tuneloop.workflow.manifest import labels_of

@@ -6,7 +6,7 @@ its gate refuses; 75 try again; 130 interrupted; 1 a bug or a stage that failed.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from gc import set_threshold
 
 import typer
@@ -19,28 +19,19 @@ from tuneloop.cli import (
     endpoint,
     execute,
     fleet,
-    gateway,
     gc,
     inspect,
     kfp,
     leases,
     prove,
-    sweep,
     ui,
     watch,
     weights,
 )
 from tuneloop.cli.exits import run_command
+from tuneloop.core.errors import UserError
+from tuneloop.core.hooks import Extension, list_installed_extensions, list_shipped_extensions
 from tuneloop.core.threads import end_process
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    # rich triples the time to help.
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 def print_version(is_requested: bool) -> None:
@@ -50,7 +41,6 @@ def print_version(is_requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def handle_global_options(
     version: bool = typer.Option(
         False, "--version", is_eager=True, callback=print_version, help="Print the version."
@@ -72,7 +62,6 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "resume": execute.resume_run,
     "fork": execute.fork_run,
     "stop": execute.stop_run,
-    "sweep": sweep.run_sweep,
     "doctor": doctor.diagnose_argo,
     "submit": cluster.submit_run,
     "schedule": cluster.schedule_pipeline,
@@ -86,25 +75,57 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "replay": prove.replay_run,
     "bisect": prove.bisect_runs,
     "probe": prove.probe_rewards,
-    "why": prove.explain_version,
-    "rescore": prove.rescore_run,
-    "promote": prove.promote_version,
-    "promoted": prove.list_promotions,
-    "attest": prove.attest_version,
-    "push": prove.push_version,
-    "verify-model": prove.verify_model,
     "gc": gc.collect_garbage,
     "leases": leases.show_device_leases,
-    "gateway": gateway.serve_gateway,
     "ui": ui.serve_ui,
 }
-for name, command in COMMANDS.items():
-    app.command(name)(command)
-app.add_typer(weights.app, name="weights")
-app.add_typer(endpoint.app, name="endpoint")
-app.add_typer(fleet.app, name="fleet")
-app.add_typer(cluster.app, name="cluster")
-app.add_typer(kfp.app, name="kfp")
+GROUPS: dict[str, typer.Typer] = {
+    "weights": weights.app,
+    "endpoint": endpoint.app,
+    "fleet": fleet.app,
+    "cluster": cluster.app,
+    "kfp": kfp.app,
+}
+
+
+def build_app(arguments: Sequence[str] = ()) -> typer.Typer:
+    """Build the command line: the core's commands and those of extensions.
+
+    Extensions of other packages are searched only where `arguments` begin with none of the commands that ship with
+    tuneloop, as it takes as long as half of what a command needs to start. Raises UserError: a faulty extension.
+    """
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # rich triples the time to help
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(handle_global_options)
+    for name, command in COMMANDS.items():
+        app.command(name)(command)
+    for name, group in GROUPS.items():
+        app.add_typer(group, name=name)
+    names = {*COMMANDS, *GROUPS}
+    for extension in list_shipped_extensions():
+        add_extension(app, extension, names)
+    if not arguments or arguments[0] not in names:
+        for extension in list_installed_extensions():
+            add_extension(app, extension, names)
+    return app
+
+
+def add_extension(app: typer.Typer, extension: Extension, names: set[str]) -> None:
+    """Add the commands of `extension` to `app` and to `names`. Raises UserError: a name that is taken."""
+    for name in (*extension.commands, *extension.command_groups):
+        if name in names:
+            remedy = f"its command {name} is there already: rename it, or uninstall the extension"
+            raise UserError("extension", extension.name, remedy)
+        names.add(name)
+    for name, path in extension.commands.items():
+        app.command(name)(extension.load(path))
+    for name, path in extension.command_groups.items():
+        app.add_typer(extension.load(path), name=name)
 
 
 def main() -> None:
@@ -118,4 +139,6 @@ def main() -> None:
 
 def run_cli(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
-    return run_command(lambda: app(arguments, prog_name="tuneloop", standalone_mode=False))
+    return run_command(
+        lambda: build_app(arguments)(arguments, prog_name="tuneloop", standalone_mode=False)
+    )

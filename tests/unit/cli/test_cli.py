@@ -142,9 +142,9 @@ def test_the_version_is_printed(call: Call) -> None:
 def test_every_option_has_help(call: Call) -> None:
     from typer.main import get_command
 
-    from tuneloop.cli import app
+    from tuneloop.cli import build_app
 
-    groups = [get_command(app)]
+    groups = [get_command(build_app())]
     for group in groups:
         for command in getattr(group, "commands", {}).values():
             groups.append(command)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.extensions.provenance.test_push import call
 from tests.making import demonstrations
 from tests.models import write_model
 from tests.unit.hub import Repos, open_hub
-from tests.unit.runs.test_push import call
 from tests.waiting import free_port
 
 ROWS = [{"question": f"{n} + 1", "answer": f"It is so. #### {n + 1}"} for n in range(30)]
