@@ -183,7 +183,9 @@ def test_addresses_and_processes_of_a_run_may_change() -> None:
         )[1]
         == 2
     )
-    with pytest.raises(UserError, match=r"exists with another evaluate\.max_tokens, rollout\.max_tokens;"):
+    with pytest.raises(
+        UserError, match=r"exists with another evaluate\.max_tokens, rollout\.max_tokens;"
+    ):
         argo.prepare_resumption(
             of_fleet("http://b:1", "nodes=2", "rollout.max_tokens=3"), [live], "demo"
         )

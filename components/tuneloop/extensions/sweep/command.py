@@ -74,7 +74,13 @@ def run_sweep(
     rows = []
     for trial in sweep.ranking():
         reward = f"{trial.reward:.3f} ({trial.method})" if trial.method else ""
-        rows.append((trial.name, *trial.values.values(), reward, trial.state))
-    columns = ("run", *sweep.trials[0].values, "reward", "state")
+        row = [trial.name]
+        row += trial.values.values()
+        row += [reward, trial.state]
+        rows.append(row)
+    # All trials have values of the same keys.
+    columns = ["run"]
+    columns += sweep.trials[0].values
+    columns += ["reward", "state"]
     print_table(columns, rows, cut="state")
     return 0 if all(trial.has_ended_well for trial in sweep.trials) else 1
