@@ -5,7 +5,7 @@ from typing import Any
 
 from tuneloop.core.artifacts import Role
 from tuneloop.core.component import find_component
-from tuneloop.workflow.plan import PLAN, LoopPlan, PodResources, RunPlan, StagePlan
+from tuneloop.workflow.plan import PLAN, LoopPlan, PodResources, RunPlan, ServerPlan, StagePlan
 
 IMAGE = "tuneloop/x:1"
 
@@ -38,18 +38,32 @@ def planned(
     )
 
 
+def plan_server(template: str) -> ServerPlan:
+    """Plan a server of rollouts."""
+    resources = PodResources(cpu="1", memory_request="2Gi", accelerators=0)
+    return ServerPlan(
+        template=template, image=IMAGE, resource_role="sampler", resources=resources, port=8765
+    )
+
+
 def carrying(
     stages: Sequence[StagePlan],
     graphs: Sequence[dict[str, Any]] = (),
     loop: LoopPlan | None = None,
+    servers: Sequence[str] = (),
     **parameters: str,
 ) -> dict[str, Any]:
     """Make a workflow with a pod for each stage, and `graphs`, of which one is `main`; by default its stages follow one
-    another."""
+    another. `servers` are templates of servers, which are in its plan alone."""
     container = {"image": IMAGE, "command": ["true"]}
     leaves = [{"name": stage.template, "container": container} for stage in stages]
     calls = [[{"name": stage.template, "template": stage.template}] for stage in stages]
-    plan = RunPlan(pipeline="toy", stages={stage.template: stage for stage in stages}, loop=loop)
+    plan = RunPlan(
+        pipeline="toy",
+        stages={stage.template: stage for stage in stages},
+        servers={name: plan_server(name) for name in servers},
+        loop=loop,
+    )
     return {
         "metadata": {"name": "toy", "annotations": {PLAN: plan.dump()}},
         "spec": {

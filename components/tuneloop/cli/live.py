@@ -15,7 +15,7 @@ from tuneloop.local.journal import BROKEN, DONE, Node
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.stages import find_iteration, get_stage_name
 from tuneloop.runs.summary import format_duration, format_number
-from tuneloop.workflow.plan import read_plan
+from tuneloop.workflow.plan import ServerPlan, find_plan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -89,10 +89,13 @@ class Display:
             if parameter["name"] == "iterations" and "value" in parameter:
                 limit = int(parameter["value"])
         self.run = run
-        plan = read_plan(workflow)
         self.loop = LoopProgress(limit)
-        self.scorers = {name for name, stage in plan.stages.items() if stage.role == "scorer"}
-        self.servers = plan.servers
+        self.scorers: set[str] = set()
+        self.servers: dict[str, ServerPlan] = {}
+        plan = find_plan(workflow)
+        if plan:
+            self.scorers = {name for name, stage in plan.stages.items() if stage.role == "scorer"}
+            self.servers = plan.servers
         self.start = time.time()
         # All by the id of a node. The threads of the executor change them while the table is drawn.
         self.running: dict[str, Node] = {}

@@ -13,7 +13,7 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.local.journal import Node
 from tuneloop.runs.stages import get_stage_name
 from tuneloop.runs.summary import format_facts
-from tuneloop.workflow.plan import read_plan
+from tuneloop.workflow.plan import find_plan
 
 
 def print_verdict(
@@ -55,7 +55,9 @@ def _collect_results(workflows: Sequence[JsonMapping]) -> dict[str, str]:
     evaluators: set[str] = set()
     model = ""
     for workflow in workflows:
-        for stage in read_plan(workflow).stages.values():
+        plan = find_plan(workflow)
+        stages = plan.stages if plan else {}
+        for stage in stages.values():
             if stage.role == "evaluator":
                 evaluators.add(stage.template)
         for node in read_nodes(workflow).values():

@@ -33,7 +33,7 @@ from tuneloop.sharing.lease_storage import LEASES, KubernetesLease, parse_lease
 from tuneloop.sharing.leases import LeaseGroup
 from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.workflow.manifest import mounts_token, parse_applied_object
-from tuneloop.workflow.plan import find_plan, read_plan
+from tuneloop.workflow.plan import find_plan
 from tuneloop.workflow.settings import GROUP_LABEL
 
 CLAIMS = KINDS["ResourceClaim"]
@@ -270,7 +270,8 @@ def _list_lease_groups(cluster: Connection, workflow: JsonMapping, group: str) -
 def _find_resize_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     """Check that the cluster can resize pods, if servers give resources back while they sleep."""
     # A workflow without a plan, as that of `doctor`, has no servers.
-    servers = read_plan(workflow).servers if find_plan(workflow) else {}
+    plan = find_plan(workflow)
+    servers = plan.servers if plan else {}
     if not any(server.asleep for server in servers.values()):
         return
     resources = cluster.core.get_api_resources(_request_timeout=30).resources

@@ -38,7 +38,7 @@ from tuneloop.kube.connection import (
 from tuneloop.runs.records import find_differences
 from tuneloop.sharing.lease_storage import release_leases
 from tuneloop.workflow.manifest import effective_spec, mounts_token
-from tuneloop.workflow.plan import StagePlan, read_plan
+from tuneloop.workflow.plan import StagePlan, find_plan
 from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL, TOKEN_KEY, TOKEN_SECRET
 
 FORGOTTEN_S = 900.0
@@ -145,7 +145,9 @@ def _read_settings(workflow: JsonMapping) -> JsonObject:
         settings["store"] = normalize_url(settings["store"])
     # A workflow that is about to be made from a WorkflowTemplate has no templates yet.
     if "templates" in spec:
-        stages = read_plan(workflow).stages
+        # One that was drawn by hand has no plan: its parameters are all that is compared.
+        plan = find_plan(workflow)
+        stages = plan.stages if plan else {}
         settings |= {name: _collect_tracked(stage) for name, stage in stages.items()}
     return settings
 
@@ -168,7 +170,8 @@ def _collect_tracked(stage: StagePlan) -> JsonObject:
 
 def _has_version(workflow: JsonMapping) -> bool:
     """Return whether the loop of a workflow has made a version."""
-    loop = read_plan(workflow).loop
+    plan = find_plan(workflow)
+    loop = plan.loop if plan else None
     if loop is None:
         return False
     trainers = {loop.trainer}

@@ -22,6 +22,7 @@ NOT_VARIANTS = (
     "layout_tables",
     "layouts",
     "messages",
+    "preparation",
     "ray_tables",
     "readers",
     "requirements",

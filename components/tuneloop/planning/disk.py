@@ -20,7 +20,7 @@ from tuneloop.planning.plan import list_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.export import export
-from tuneloop.workflow.plan import StagePlan, read_plan
+from tuneloop.workflow.plan import StagePlan, find_plan
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,10 @@ class Footprint:
 
 def estimate_footprint(workflow: JsonMapping) -> Footprint | None:
     """Estimate what a run stores; None where the model's size, or that of its adapters, is not
-    known."""
-    plan = read_plan(workflow)
+    known, or the workflow carries no plan."""
+    plan = find_plan(workflow)
+    if plan is None:
+        return None
     pods = list_pods(plan, count_runs(workflow, plan)).values()
     stages = [pod for pod in pods if isinstance(pod, StagePlan)]
     facts = facts_of(stages)

@@ -40,7 +40,7 @@ from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.sft import sft
 from tuneloop.training.delegation import CONVERSATION_CHOICES, explain_undelegated
-from tuneloop.workflow.plan import NATIVE, PodPlan, ServerPlan, StagePlan, read_plan
+from tuneloop.workflow.plan import NATIVE, PodPlan, ServerPlan, StagePlan, find_plan
 
 LARGEST_NODE = 8 << 40
 """Bytes of memory that no node has: a pod that needs more is never scheduled."""
@@ -93,9 +93,13 @@ class Subject:
 
 
 def find_limits(settings: BaseModel, workflow: JsonMapping, machine: Machine) -> list[Limit]:
-    """Return what a run of a rendered workflow would break, on this machine or in pods. Raises
-    UserError where the workflow carries no plan."""
-    plan = read_plan(workflow)
+    """Return what a run of a rendered workflow would break, on this machine or in pods.
+
+    Of a workflow without a plan, as one that was drawn by hand, nothing is known.
+    """
+    plan = find_plan(workflow)
+    if plan is None:
+        return []
     # A stage that no graph calls starts nothing.
     pods = list_pods(plan, count_runs(workflow, plan)).values()
     stages = [pod for pod in pods if isinstance(pod, StagePlan)]

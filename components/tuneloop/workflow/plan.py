@@ -263,20 +263,37 @@ def read_plan(workflow: JsonMapping) -> RunPlan:
     Raises:
         UserError: the workflow carries no plan, or one of another form.
     """
-    text = find_plan(workflow)
-    metadata = workflow.get("metadata") or {}
-    name = metadata.get("name") or metadata.get("generateName")
-    if text is None:
+    plan = find_plan(workflow)
+    if plan is None:
         remedy = f"carries no plan (annotation {PLAN}): render it again"
-        raise UserError("workflow", name, remedy)
+        raise UserError("workflow", _get_name(workflow), remedy)
+    return plan
+
+
+def find_plan(workflow: JsonMapping) -> RunPlan | None:
+    """Return the plan of a workflow; None where it carries none, as one that was drawn by hand.
+
+    Raises:
+        UserError: it carries a plan of another form.
+    """
+    text = _find_text(workflow)
+    if text is None:
+        return None
     try:
         return RunPlan.model_validate_json(text)
     except ValidationError as error:
         remedy = f"carries a plan of another version (annotation {PLAN}): render it again"
-        raise UserError("workflow", name, remedy) from error
+        raise UserError("workflow", _get_name(workflow), remedy) from error
 
 
-def find_plan(workflow: JsonMapping) -> str | None:
+def _get_name(workflow: JsonMapping) -> str | None:
+    """Return the name of a workflow, or what it will begin with."""
+    metadata = workflow.get("metadata") or {}
+    name: str | None = metadata.get("name") or metadata.get("generateName")
+    return name
+
+
+def _find_text(workflow: JsonMapping) -> str | None:
     """Return the text of a workflow's plan; None where it carries none."""
     annotations = (workflow.get("metadata") or {}).get("annotations") or {}
     if PLAN in annotations:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from tests.local.loops import digests
 from tests.objects import served
+from tests.planned import carrying, planned
 from tests.unit import toy
 from tests.waiting import LIMIT_S, free_port, until
 from tuneloop.argo import lint
@@ -925,12 +926,9 @@ def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "time", lambda: now)
-    parameters = [{"name": "iterations", "value": "4"}]
-    judge = {"name": "reward", "container": {"command": ["python", "-m", "tuneloop.stages.reward"]}}
     loop = {"name": "loop", "dag": {"tasks": [{"template": "reward"}, {"template": "loop"}]}}
-    server = {"name": "serve", "daemon": True, "container": {}}
-    spec = {"arguments": {"parameters": parameters}, "templates": [judge, loop, server]}
-    with Display(run_record.Run("r", str(tmp_path)), {"spec": spec}) as display:
+    workflow = carrying([planned("reward")], [loop], servers=["serve"], iterations="4")
+    with Display(run_record.Run("r", str(tmp_path)), workflow) as display:
         for iteration in (1, 2):
             for stage, outputs in (("rollout", {}), ("reward", {"mean-reward": f"0.{iteration}5"})):
                 earlier = f"s/r/iterations/{iteration - 1}/policy-update@sha256:00"
@@ -1007,7 +1005,7 @@ def test_the_display_says_why_a_stage_or_a_server_is_tried_again(
                 yield Node(name, type="Retry", phase="Running", message=message, **about)
                 yield Node(name, type="Retry", phase="Running", message=message, **about)
 
-    with Display(run_record.Run("r", str(tmp_path)), {"spec": {}}) as display:
+    with Display(run_record.Run("r", str(tmp_path)), carrying([])) as display:
         for node in (*attempts("serve", died, ready=True), *attempts("rollout", again)):
             display.node(node)
             with (screen := Console(width=200)).capture() as drawn:

@@ -291,7 +291,7 @@ def test_submitting_with_a_graph_sets_the_engine(
     line = ["submit", "grpo", "--run", "demo", "--store", "s3://b/p", "--fleet", str(path)]
     assert run_cli([*line, "--set", "engine.rollout_endpoint_url=http://a"]) == 2
     assert (
-        "a Dynamo graph's name gives its URL: set fleet or rollout_endpoint_url"
+        "a Dynamo graph's name gives its URL: set weights.fleet or rollout_endpoint_url"
         in capsys.readouterr().err
     )
     assert run_cli([*line, "--server", "http://argo"]) == 2

@@ -26,7 +26,8 @@ class Changing(Digits):
 
 def fetch(ref: str) -> Any:
     """An artifact of version 1, whose digest is its name."""
-    return SimpleNamespace(part=Path, manifest=SimpleNamespace(facts={"version": 1}, digest=ref))
+    manifest = SimpleNamespace(facts={"version": 1}, digest=ref)
+    return SimpleNamespace(url=ref, part=Path, manifest=manifest)
 
 
 def test_weights_stay_until_they_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
