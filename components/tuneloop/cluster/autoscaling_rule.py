@@ -105,8 +105,9 @@ class AutoscalingRule:
     def _recommend(self, replicas: int, requests: float, clients: int) -> int:
         """Return the number of replicas for these requests, within the bounds."""
         number = math.ceil(requests / self.target)
-        # Requests that wait for a first replica are not counted anywhere.
-        if clients:
+        # Requests that wait for a first replica are not counted anywhere, and a mean of next to no
+        # requests may become zero by the division.
+        if clients or requests:
             number = max(number, 1)
         if replicas:
             load = requests / (self.target * replicas)

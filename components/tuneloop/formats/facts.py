@@ -58,6 +58,13 @@ class LineageFacts(Facts):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingFacts(Facts):
+    """Facts of whatever was trained: a policy, or a reward model, which has no version."""
+
+    held_out: HeldOutFacts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointFacts(VersionFacts, LineageFacts):
     """Facts of a policy's version.
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median, variance
 
-from tuneloop.formats.facts import CheckpointFacts
+from tuneloop.formats.facts import TrainingFacts
 from tuneloop.formats.held_out import HeldOutFacts
 from tuneloop.runs.alarms import find_alarms
 from tuneloop.runs.committed import Entry
@@ -150,7 +150,7 @@ def describe_score(
 def find_held_out(run: Run) -> HeldOutFacts | None:
     """Find the newest losses on held-out demonstrations; None if none were measured."""
     for entry in reversed(run.with_role("trainer")):
-        losses = CheckpointFacts.read(entry.manifest).held_out
+        losses = TrainingFacts.read(entry.manifest).held_out
         if losses:
             return losses
     return None
