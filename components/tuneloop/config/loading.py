@@ -17,7 +17,7 @@ from tuneloop.config.followed import Followed, merge_followed
 from tuneloop.config.machine import Machine
 from tuneloop.config.refusals import explain_refusal
 from tuneloop.config.rules import follow_model, list_doubts, list_unknowns
-from tuneloop.config.sections import expand_texts
+from tuneloop.config.sections import KIND, expand_texts
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 
@@ -66,8 +66,12 @@ class Pipeline:
         values = _read(file) if file else {}
         self._expand(values)
         for item in sets:
-            _set(values, item)
+            section, key, previous = _set(values, item)
             self._expand(values)
+            # A text that names the kind of a section leaves what was set of the section before.
+            chosen = section[key]
+            if isinstance(previous, dict) and isinstance(chosen, dict) and list(chosen) == [KIND]:
+                section[key] = previous | chosen
         return values
 
     def _expand(self, values: JsonObject) -> None:
@@ -186,7 +190,8 @@ def _expand_data(values: JsonObject) -> None:
         values["data"] = {"source": "files", "source_args": {"path": data}}
 
 
-def _set(values: JsonObject, item: str) -> None:
+def _set(values: JsonObject, item: str) -> tuple[JsonObject, str, Any]:
+    """Set what ``section.key=value`` says. Return the section, the key, and the value before."""
     path, equals, text = item.partition("=")
     *section, key = path.split(".")
     if not equals or not all((*section, key)):
@@ -199,4 +204,6 @@ def _set(values: JsonObject, item: str) -> None:
         values = values.setdefault(name, {})
         if not isinstance(values, dict):
             raise UserError("--set", item, f"{name} is a value, not a section")
+    previous = values.get(key)
     values[key] = value
+    return values, key, previous

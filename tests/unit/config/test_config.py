@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from tuneloop.config import loading
-from tuneloop.config.loading import Pipeline
+from tuneloop.config.loading import Pipeline, find_pipeline
 from tuneloop.core.errors import UserError
 
 TOY = str(Path(__file__).parents[1] / "toy_pipeline.py")
@@ -324,3 +325,20 @@ def test_an_evaluation_inherits_what_rollouts_set() -> None:
     assert grpo.validate(config.model_dump(mode="json")) == config
     own: Any = grpo.configure(sets=[*sets, "evaluate.max_tokens=5", "evaluate.environment=null"])
     assert (own.evaluate.max_tokens, own.evaluate.environment_args) == (5, {})
+
+
+@pytest.mark.parametrize(
+    "sets, line",
+    [
+        (["engine.weights=pull", "engine=transformers"], "is a setting of kind"),
+        (["engine.weights.encoding=foo", "engine.weights=pull"], "engine.weights.encoding: 'foo'"),
+    ],
+)
+def test_a_kind_that_is_set_later_deletes_nothing(sets: list[str], line: str) -> None:
+    with pytest.raises(UserError, match=re.escape(line)):
+        find_pipeline("grpo").configure(None, sets)
+
+
+def test_a_kind_keeps_what_was_set_before_it() -> None:
+    sets = ["engine.args={max_model_len: 512}", "engine=vllm"]
+    assert find_pipeline("grpo").configure(None, sets).engine.args == {"max_model_len": 512}
