@@ -62,7 +62,11 @@ class Pipeline:
         return Configured(settings, tuple(followed.values()), tuple(notes))
 
     def read_values(self, file: Path | None = None, sets: Iterable[str] = ()) -> JsonObject:
-        """Read what the user sets: `file`, then `sets`. Raises UserError at an unreadable file or value."""
+        """Read what the user sets: `file`, then `sets`.
+
+        Raises:
+            UserError: the file or a value cannot be read.
+        """
         values = _read(file) if file else {}
         self._expand(values)
         for item in sets:

@@ -1,15 +1,14 @@
 """The hooks by which an extension joins the core.
 
-An extension is a folder of ``tuneloop/extensions`` that ships with tuneloop, or a package of somebody else. It declares
-what it adds in an `Extension`; the core looks declarations up and knows no extension by its name. An extension that is
-absent adds nothing, and everything else works.
+An extension is a folder of ``tuneloop/extensions`` that ships with tuneloop, or a package of
+somebody else. It declares what it adds in an `Extension`; the core looks declarations up and knows
+no extension by its name. An extension that is absent adds nothing, and everything else works.
 
-This file is the whole list of hooks for extensions. Variants of the core's own families (engines, rewards, trackers, …)
-have the entry points of `tuneloop.core.plugins`.
+This file is the whole list of hooks for extensions. Variants of the core's own families (engines,
+rewards, trackers, …) have the entry points of `tuneloop.core.plugins`.
 """
 
 import importlib
-import importlib.util
 import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,15 +18,18 @@ from typing import Any
 from tuneloop.core.errors import UserError
 
 SHIPPED = "tuneloop.extensions"
-"""The package of the extensions that ship with tuneloop, and the group of the entry points of all others."""
+"""The package of the extensions that ship with tuneloop, and the group of the entry points of all
+others.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
     """What an extension adds to the core.
 
-    Objects are named as ``package.module:attribute``, so that a declaration imports nothing. The modules of commands
-    are imported whenever `tuneloop` starts: what is slow to import belongs inside their functions.
+    Objects are named as ``package.module:attribute``, so that a declaration imports nothing. The
+    modules of commands are imported whenever `tuneloop` starts: what is slow to import belongs
+    inside their functions.
 
     Attributes:
         name: how messages name the extension.
@@ -40,18 +42,21 @@ class Extension:
     command_groups: Mapping[str, str] = field(default_factory=dict)
 
     def load(self, path: str) -> Any:
-        """Import the object ``package.module:attribute``. Raises UserError: this extension cannot be imported."""
-        module, _, attribute = path.partition(":")
+        """Import the object ``package.module:attribute``.
+
+        Raises:
+            UserError: it cannot be imported.
+        """
         try:
-            return getattr(importlib.import_module(module), attribute)
+            return pkgutil.resolve_name(path)
         except (ImportError, AttributeError) as error:
             remedy = f"{path} cannot be imported ({error}): mend the extension, or uninstall it"
             raise UserError("extension", self.name, remedy) from error
 
 
 def list_shipped_extensions() -> Iterator[Extension]:
-    """Yield the extensions that ship with tuneloop; none where their folder was left out of an image."""
-    # An image may leave the folder out, and a test takes it away by None in `sys.modules`.
+    """Yield the extensions that ship with tuneloop; none where an image leaves their folder out."""
+    # A test takes the folder away by None in `sys.modules`, which is the same error.
     try:
         package = importlib.import_module(SHIPPED)
     except ModuleNotFoundError as error:
@@ -63,10 +68,13 @@ def list_shipped_extensions() -> Iterator[Extension]:
 
 
 def list_installed_extensions() -> Iterator[Extension]:
-    """Yield the extensions of other packages: their entry points in the group ``tuneloop.extensions``.
+    """Yield the extensions of other packages: their entry points in the group
+    ``tuneloop.extensions``.
 
-    The metadata of every installed package is read for it (about 50 ms with 300 packages). Raises UserError: an entry
-    point that cannot be imported, or that is no `Extension`.
+    The metadata of every installed package is read for it (about 50 ms with 300 packages).
+
+    Raises:
+        UserError: an entry point cannot be imported, or is no `Extension`.
     """
     for entry in entry_points(group=SHIPPED):
         try:

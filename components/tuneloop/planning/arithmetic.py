@@ -19,8 +19,7 @@ from tuneloop.argo.memory_estimate import (
 from tuneloop.config.model_facts import Model
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
-from tuneloop.planning.counts import count_runs
-from tuneloop.planning.plan import count_prompts, list_pods
+from tuneloop.planning.plan import count_prompts, list_running_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.training.devices import DEVICES, Device
 from tuneloop.workflow.plan import PodPlan, ServerPlan, StagePlan, read_plan
@@ -91,7 +90,7 @@ def estimate_seconds(workflow: JsonMapping, name: str) -> tuple[dict[str, float]
     if name not in DEVICES:
         raise UserError("--device", name, f"is not known; known: {', '.join(DEVICES)}")
     plan = read_plan(workflow)
-    pods = list_pods(plan, count_runs(workflow, plan))
+    pods = list_running_pods(workflow, plan)
     context = context_of(pods.values())
     subject = Subject(pods, require_dense_model(pods.values(), name), context, DEVICES[name])
     seconds: dict[str, float] = {}

@@ -14,9 +14,9 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import local_path
 from tuneloop.planning.checkpoint_size import count_served_bytes, count_state_bytes
-from tuneloop.planning.counts import count_iterations, count_runs
+from tuneloop.planning.counts import count_iterations
 from tuneloop.planning.limits import Limit
-from tuneloop.planning.plan import list_pods
+from tuneloop.planning.plan import list_running_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.export import export
@@ -53,7 +53,7 @@ def estimate_footprint(workflow: JsonMapping) -> Footprint | None:
     plan = find_plan(workflow)
     if plan is None:
         return None
-    pods = list_pods(plan, count_runs(workflow, plan)).values()
+    pods = list_running_pods(workflow, plan).values()
     stages = [pod for pod in pods if isinstance(pod, StagePlan)]
     facts = facts_of(stages)
     if facts is None or not isinstance(facts.shape, Model):

@@ -33,8 +33,7 @@ from tuneloop.formats.adapter_files import AdapterFiles, is_path, read_adapter
 from tuneloop.formats.model_files import list_missing_parts
 from tuneloop.formats.template_settings import read_template
 from tuneloop.planning.adapters import check_target_modules
-from tuneloop.planning.counts import count_runs
-from tuneloop.planning.plan import list_pods
+from tuneloop.planning.plan import list_running_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.stages.data_prep import data_prep
@@ -100,8 +99,7 @@ def find_limits(settings: BaseModel, workflow: JsonMapping, machine: Machine) ->
     plan = find_plan(workflow)
     if plan is None:
         return []
-    # A stage that no graph calls starts nothing.
-    pods = list_pods(plan, count_runs(workflow, plan)).values()
+    pods = list_running_pods(workflow, plan).values()
     stages = [pod for pod in pods if isinstance(pod, StagePlan)]
     servers = [pod for pod in pods if isinstance(pod, ServerPlan)]
     facts = facts_of(stages)

@@ -70,6 +70,12 @@ def list_pods(plan: RunPlan, counts: Counts) -> dict[str, PodPlan]:
     return pods
 
 
+def list_running_pods(workflow: JsonMapping, plan: RunPlan) -> dict[str, PodPlan]:
+    """Return template → stage or server, for those that a rendered workflow starts."""
+    # A stage that no graph calls starts nothing.
+    return list_pods(plan, count_runs(workflow, plan))
+
+
 def find_process(plan: RunPlan, template: str) -> PodPlan | None:
     """Return the stage or server that runs under the name of a template; None for a step that only calls an API."""
     if plan.loop and plan.loop.pod and template in plan.loop.stages:

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +19,7 @@ import pytest
 import yaml
 from kubernetes import client
 
+from tests.extensions.gateway.command import build_gateway_command
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.errors import UserError
 from tuneloop.extensions.gateway import app, wire
@@ -50,16 +50,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
     home = tmp_path_factory.mktemp("gateway")
     config = home / "gateway.yaml"
     config.write_text(yaml.safe_dump({"default": {"sessions": 2}}))
-    command = [
-        sys.executable,
-        "-m",
-        "tuneloop.cli",
-        "gateway",
-        "--local",
-        "--store",
-        str(home / "store"),
-    ]
-    flags = ["--port", "0", "--config", str(config), "--token-file", str(home / "token")]
+    command = build_gateway_command(home, "--config", str(config))
     nobody = dict.fromkeys(
         ("http_proxy", "HTTP_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"
     )  # not for its workers
@@ -67,7 +58,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
         **{name: value for name, value in os.environ.items() if name.lower() != "no_proxy"},
         **nobody,
     }
-    process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     url = re.search(r"http://\S+", process.stderr.readline())[0]
     told = process.stderr.readline()
     token = (home / "token").read_text().strip()

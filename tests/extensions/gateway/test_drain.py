@@ -5,7 +5,6 @@ import contextlib
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 import httpx2
 import pytest
 
+from tests.extensions.gateway.command import build_gateway_command
 from tests.extensions.gateway.test_session import MODEL, SUPERVISED, Driver, data
 from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S, until
@@ -39,17 +39,8 @@ DATUM = {
 @contextlib.contextmanager
 def serve(home: Path, *more: str) -> Iterator[SimpleNamespace]:
     """A gateway for sessions on this machine, and a client of its."""
-    command = [
-        sys.executable,
-        "-m",
-        "tuneloop.cli",
-        "gateway",
-        "--local",
-        "--store",
-        str(home / "store"),
-    ]
-    flags = ["--port", "0", "--token-file", str(home / "token"), *more]
-    with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True) as process:
+    command = build_gateway_command(home, *more)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             url = re.search(r"http://\S+", process.stderr.readline())[0]
             process.stderr.readline()
