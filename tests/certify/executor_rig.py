@@ -27,7 +27,7 @@ from tuneloop.cli import run_cli
 from tuneloop.local import executor, graph, processes, warm
 from tuneloop.local.execution import Execution
 from tuneloop.local.processes import WARM
-from tuneloop.local.spawn import _descendants
+from tuneloop.local.spawn import _list_descendants
 
 ROOT = Path(__file__).parents[2]
 RUN = "toy"
@@ -217,7 +217,7 @@ class ExecutorRig:
 def _list_processes() -> set[int]:
     """Processes that descend from this one; those that have ended are waited for, and do not count."""
     found = set()
-    for pid in _descendants(os.getpid()):
+    for pid in _list_descendants(os.getpid()):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 os.waitpid(pid, os.WNOHANG)

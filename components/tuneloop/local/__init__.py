@@ -1,2 +1,5 @@
-"""The executor of rendered workflows on this machine: graph, pods as process groups, retries, the journal of a run. It
-does what Argo's controller and the kubelet do on a cluster. Workflows are drawn by `argo`, runs read by `runs`."""
+"""The executor of rendered workflows on this machine.
+
+It does what Argo's controller and the kubelet do on a cluster: graphs, pods as process groups,
+retries, and the journal of a run. Workflows are rendered by `argo`, and runs are read by `runs`.
+"""

@@ -19,15 +19,39 @@ from tuneloop.local.results import Call, Result, Scope
 from tuneloop.workflow.expression_values import format_value
 
 OnNode = Callable[[Node], None]
-"""Called with a copy of a node each time it changes, one call at a time, in the order of ``nodes.jsonl``."""
+"""Called with a copy of a node whenever it changes, one call at a time, in the order of
+``nodes.jsonl``."""
 OnLog = Callable[[Node, str], None]
-"""Called with each line (without its end) a pod writes, one call at a time."""
+"""Called with each line (without its end) that a pod writes, one call at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningPod:
+    """A pod whose process runs, and the seconds it gets between SIGTERM and SIGKILL."""
+
+    node: Node
+    process: Process
+    grace: float
+
+    def end(self) -> None:
+        """Begin to end the pod; do not wait for its end."""
+        threading.Thread(target=end_process, args=(self.process, self.grace), daemon=True).start()
 
 
 class Execution:
     """What the nodes of a run share: its tags, its journal, and the pods that run.
 
+    Every public method may be called from any thread.
+
     Attributes:
+        workdir: the directory that `tuneloop.local.journal` describes.
+        cwd: the working directory of every pod.
+        grace: seconds between SIGTERM and SIGKILL for pods that name none.
+        began: when the run began, in Unix seconds.
+        status: the value of the tag ``workflow.status``, which an exit handler reads.
+        stopped_by: the number of the signal that stopped the run, if any.
+        nodes: all nodes of this session, by id.
+        outputs: global outputs by name.
         stopping: set when the run is to end; nothing starts any more.
         published: global outputs by their tags; replaced, never changed, because threads read it.
         slots: limits the number of pods that run at a time; daemons do not count.
@@ -47,9 +71,8 @@ class Execution:
         on_node: OnNode | None,
         on_log: OnLog | None,
     ) -> None:
-        metadata = workflow.get("metadata", {})
         spec = workflow["spec"]
-        self.name = str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-"))
+        self.name = name_run(workflow)
         self.templates = {template["name"]: template for template in spec["templates"]}
         self.parameters = dict(parameters)
         self.workdir = workdir
@@ -63,16 +86,19 @@ class Execution:
         self.nodes: dict[str, Node] = {}
         self.outputs: dict[str, str] = {}
         self.published: Scope = {}
-        self._tags = _workflow_tags(workflow, self.name, workdir, parameters)
+        self._tags = _build_workflow_tags(workflow, self.name, workdir, parameters)
         self.env = env
         self._on_node = on_node
         self._on_log = on_log
         limit = parallelism or int(spec.get("parallelism") or max(4, os.cpu_count() or 1))
         self.slots = threading.BoundedSemaphore(limit)
         self._lock = threading.RLock()
-        self._running: dict[str, tuple[Node, Process, float]] = {}
+        self._running_pods: dict[str, RunningPod] = {}
+        # Node id → the bytes of its log that `on_log` has got.
         self._log_offsets: dict[str, int] = {}
-        self._servers: dict[str, int] = {}
+        # Name of a server's node → its number, which is the last part of its address.
+        self._server_numbers: dict[str, int] = {}
+        # Name of a node → why nothing may run at or below it any more.
         self._end_reasons: dict[str, str] = {}
         self._journal = Journal(workdir)
 
@@ -80,13 +106,19 @@ class Execution:
 
     def create_node(self, call: Call, kind: str) -> Node:
         """Create a node; its id is the same in every execution of the same graph."""
-        base = call.name.removesuffix(
-            ".onExit"
-        )  # the exit handler has the workflow's name before it
+        # The exit handler is shown with the workflow's name before it.
+        base = call.name.removesuffix(".onExit")
         display = base.rpartition(".")[2] + call.name[len(base) :]
         slug = re.sub(r"[^a-z0-9]+", "-", display.lower()).strip("-")[:40]
         identity = f"{slug}-{hashlib.sha256(call.name.encode()).hexdigest()[:10]}"
-        node = Node(identity, call.name, display, call.template, kind, parent=call.parent)
+        node = Node(
+            id=identity,
+            name=call.name,
+            display_name=display,
+            template=call.template,
+            type=kind,
+            parent=call.parent,
+        )
         self.record(node)
         return node
 
@@ -132,54 +164,59 @@ class Execution:
         if workflow.finished:
             self._journal.close()
 
-    def attempt_type(self, template: str) -> str:
-        """Return the type of node that an attempt of a template is."""
+    def get_node_type(self, template: str) -> str:
+        """Return the type of the node that one attempt of a template becomes."""
         return "DAG" if "dag" in self.templates.get(template, {}) else "Pod"
 
-    def global_scope(self) -> Scope:
+    def build_scope(self) -> Scope:
         """Return the tags that every template may use."""
-        duration = f"{time.time() - self.began:f}"
-        return (
-            self._tags
-            | self.published
-            | {"workflow.duration": duration, "workflow.status": self.status}
-        )
+        scope: Scope = self._tags | self.published
+        scope["workflow.duration"] = f"{time.time() - self.began:f}"
+        scope["workflow.status"] = self.status
+        return scope
 
     def publish_output(self, name: str, value: str) -> None:
         """Set a global output."""
         with self._lock:
-            self.published = {**self.published, f"workflow.outputs.parameters.{name}": value}
+            self.published = self.published | {f"workflow.outputs.parameters.{name}": value}
             self.outputs[name] = value
 
     # Pods
 
     def get_address(self, node: Node) -> str:
-        """Return the address of a pod; each server has its own, as they listen at one port, and keeps it."""
+        """Return the address of a pod.
+
+        Servers listen at the same port, so each has an address to itself, which it keeps.
+        """
         if not self.templates[node.template].get("daemon"):
             return "127.0.0.1"
+        # All attempts of a server have one address: the attempt's number is left out.
+        server = node.name.rpartition("(")[0] or node.name
         with self._lock:
-            task = node.name.rpartition("(")[0] or node.name  # the same for all attempts
-            return f"127.0.0.{1 + self._servers.setdefault(task, len(self._servers))}"
+            number = self._server_numbers.setdefault(server, len(self._server_numbers))
+        return f"127.0.0.{1 + number}"
 
     @contextlib.contextmanager
     def watch_pod(self, node: Node, process: Process, grace: float) -> Iterator[None]:
         """Follow progress and log of a running pod, and end the pod when the run is stopped."""
+        pod = RunningPod(node, process, grace)
         with self._lock:
-            self._running[node.id] = (node, process, grace)
+            self._running_pods[node.id] = pod
             self._log_offsets.setdefault(node.id, (self.workdir / node.log).stat().st_size)
+            # The end may have been asked for while the process was started.
             if self.find_end_reason(node.name):
-                _end_apart(process, grace)
+                pod.end()
         try:
             yield
         finally:
             with self._lock:
-                self._running.pop(node.id, None)
+                self._running_pods.pop(node.id, None)
 
     def follow_pods(self) -> None:
         """Read what running pods have written since the last time to their progress files and logs."""
         with self._lock:
-            running = [node for node, _, _ in self._running.values()]
-        for node in running:
+            nodes = [pod.node for pod in self._running_pods.values()]
+        for node in nodes:
             self._follow_log(node)
             with contextlib.suppress(OSError):
                 progress = (self.workdir / "nodes" / node.id / "progress").read_text().strip()
@@ -188,11 +225,13 @@ class Execution:
                     self.record(node)
 
     def _follow_log(self, node: Node) -> None:
+        """Pass the whole lines that a log has got since the last time to `on_log`."""
         if not self._on_log or not node.log:
             return
         with self._lock, contextlib.suppress(OSError), (self.workdir / node.log).open("rb") as file:
             file.seek(self._log_offsets.get(node.id, 0))
             data = file.read()
+            # The last line of a pod that runs may be half written.
             complete = data if node.phase in DONE else data[: data.rfind(b"\n") + 1]
             self._log_offsets[node.id] = self._log_offsets.get(node.id, 0) + len(complete)
             for line in complete.decode(errors="replace").splitlines():
@@ -212,62 +251,67 @@ class Execution:
         return forward_signals(stop)
 
     def pause(self, seconds: float, name: str) -> bool:
-        """Wait for `seconds`; return True, without waiting further, once the run or the node `name` is to end."""
+        """Wait for `seconds`.
+
+        Returns True, without waiting further, once the run or the node `name` is to end.
+        """
         deadline = time.monotonic() + seconds
         while not self.stopping.is_set() and not self.find_end_reason(name):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 return False
-            self.stopping.wait(min(left, 0.1))
+            # The end of a single node sets no event, so that is looked at ten times a second.
+            self.stopping.wait(min(remaining_s, 0.1))
         return True
 
     def end_pods(self) -> None:
         """End all pods that run."""
         with self._lock:
-            running = list(self._running.values())
-            self._running = {}
-        for _, process, grace in running:
-            _end_apart(process, grace)
+            pods = list(self._running_pods.values())
+            self._running_pods = {}
+        for pod in pods:
+            pod.end()
 
     def end_nodes(self, paths: Iterable[str], reason: str) -> None:
         """End the pods at or below nodes of these names, and let no pod start there any more."""
         with self._lock:
-            self._end_reasons = self._end_reasons | dict.fromkeys(
-                paths, reason
-            )  # replaced: threads read it
-            for node, process, grace in self._running.values():
-                if self.find_end_reason(node.name):
-                    _end_apart(process, grace)
+            # It is replaced and not changed, because other threads read it without the lock.
+            self._end_reasons = self._end_reasons | dict.fromkeys(paths, reason)
+            for pod in self._running_pods.values():
+                if self.find_end_reason(pod.node.name):
+                    pod.end()
 
     def find_end_reason(self, name: str) -> str | None:
-        """Say why nothing may run at the node `name`; None where it may."""
+        """Return why nothing may run at the node `name`; None where it may."""
         for path, reason in self._end_reasons.items():
             if re.match(rf"{re.escape(path)}([.(]|$)", name):
                 return reason
         return None
 
 
-def _end_apart(process: Process, grace: float) -> None:
-    threading.Thread(target=end_process, args=(process, grace), daemon=True).start()
+def name_run(workflow: JsonMapping) -> str:
+    """Return the name of a workflow's run; where a cluster would generate one, its beginning."""
+    metadata = workflow.get("metadata", {})
+    return str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-"))
 
 
-def _workflow_tags(
-    workflow: JsonMapping, name: str, workdir: Path, given: Mapping[str, str]
+def _build_workflow_tags(
+    workflow: JsonMapping,
+    name: str,
+    workdir: Path,
+    parameters: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the tags ``workflow.…``, but for those that change while it runs."""
-    own = {
-        f"workflow.{kind}": workflow.get("metadata", {}).get(kind) or {}
-        for kind in ("labels", "annotations")
-    }
-    return {
+    pairs = [{"name": key, "value": value} for key, value in parameters.items()]
+    tags = {
         "workflow.name": name,
         "workflow.namespace": "local",
         "workflow.uid": hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:32],
-        "workflow.parameters": format_value([{"name": k, "value": v} for k, v in given.items()]),
-        **{f"workflow.parameters.{key}": value for key, value in given.items()},
-        **{
-            f"{kind}.{key}": format_value(value)
-            for kind, values in own.items()
-            for key, value in values.items()
-        },
+        "workflow.parameters": format_value(pairs),
     }
+    for key, value in parameters.items():
+        tags[f"workflow.parameters.{key}"] = value
+    for kind in ("labels", "annotations"):
+        for key, value in (workflow.get("metadata", {}).get(kind) or {}).items():
+            tags[f"workflow.{kind}.{key}"] = format_value(value)
+    return tags

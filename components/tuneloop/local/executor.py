@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.threads import repeat_in_background
-from tuneloop.local.execution import Execution, OnLog, OnNode
+from tuneloop.local.execution import Execution, OnLog, OnNode, name_run
 from tuneloop.local.graph import run_template
 from tuneloop.local.journal import Node, Workflow, lock_workdir, outcome_code, read_state
 from tuneloop.local.processes import Launcher, base_environment
@@ -62,8 +62,8 @@ def execute_workflow(
 
     Args:
         entrypoint: another template to start at; its inputs are taken from `arguments`.
-        parallelism: pods at a time, daemons apart; default: the spec's, else the number of cores,
-            at least 4.
+        parallelism: the number of pods at a time, daemons not counted; by default the spec's, else
+            the number of cores, at least 4.
         warm: start tuneloop's own stages as forks of a process that has imported torch
             (`tuneloop.local.warm`).
         env: added to every pod's environment (the container's own wins).
@@ -72,9 +72,10 @@ def execute_workflow(
 
     Raises UserError, before it starts, at an unsupported field or an unknown or missing argument.
     """
+    # All checks come before the lock and the processes: bad input leaves nothing behind.
     spec = workflow.get("spec") or {}
     manifest.check_workflow(spec)
-    parameters = _parameters(spec, arguments or {}, strict=entrypoint is None)
+    parameters = _resolve_parameters(spec, arguments or {}, strict=entrypoint is None)
     start = entrypoint or spec.get("entrypoint")
     if not start:
         raise UserError("spec.entrypoint", None, "is required: the template to start at")
@@ -85,15 +86,23 @@ def execute_workflow(
             parameters,
             workdir,
             parallelism=parallelism,
-            launcher=Launcher(environment, _kinds(spec["templates"]) if warm else ()),
+            launcher=Launcher(environment, _list_warm_kinds(spec["templates"]) if warm else ()),
             env=environment,
             cwd=cwd or Path.cwd(),
             grace=grace,
             on_node=on_node,
             on_log=on_log,
         )
-        given = {name: format_value(value) for name, value in (arguments or {}).items()}
-        entry = Call(start, execution.name, "", 0, parameters | given)
+        inputs = dict(parameters)
+        for name, value in (arguments or {}).items():
+            inputs[name] = format_value(value)
+        entry = Call(
+            template=start,
+            name=execution.name,
+            parent="",
+            depth=0,
+            parameters=inputs,
+        )
         with execution.handle_signals(), repeat_in_background(execution.follow_pods, 0.2):
             return _run(execution, entry, spec.get("onExit"))
 
@@ -113,41 +122,60 @@ def execute_parts(
     as `execute_workflow`.
     """
     state = read_state(workdir)
-    done = list(state.parts) if state else []
-    metadata = workflow.get("metadata", {})
-    run = str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-"))
+    continuations = list(state.parts) if state else []
+    run = name_run(workflow)
     while True:
-        start = json.loads(done[-1]) if done else {"entrypoint": None, "arguments": {}}
-        name = f"{run}-{len(done) + 1}" if done else run
+        name = run
+        entrypoint: str | None = None
+        part_arguments = dict(arguments or {})
+        if continuations:
+            name = f"{run}-{len(continuations) + 1}"
+            continuation = json.loads(continuations[-1])
+            entrypoint = continuation["entrypoint"]
+            part_arguments |= continuation["arguments"]
+        part = dict(workflow)
+        part["metadata"] = dict(workflow.get("metadata", {}))
+        part["metadata"]["name"] = name
         outcome = execute_workflow(
-            {**workflow, "metadata": {**metadata, "name": name}},
+            part,
             workdir=workdir,
-            arguments={**(arguments or {}), **start["arguments"]},
-            entrypoint=start["entrypoint"],
+            arguments=part_arguments,
+            entrypoint=entrypoint,
             env={LOCAL: "1"},
             **options,
         )
         if outcome.phase != "Succeeded" or NEXT not in outcome.outputs:
             return outcome
-        done.append(outcome.outputs[NEXT])
+        continuations.append(outcome.outputs[NEXT])
 
 
 def _run(execution: Execution, entry: Call, exit_handler: str | None) -> Outcome:
     """Run a workflow to its end, exit handler included."""
     record = Workflow(
-        execution.name, started=execution.began, pid=os.getpid(), parameters=execution.parameters
+        execution.name,
+        started=execution.began,
+        pid=os.getpid(),
+        parameters=execution.parameters,
     )
     execution.record_workflow(record)
     try:
-        result = _run_apart(execution, lambda: _run_entry(execution, entry))
+        result = _run_in_thread(execution, entry)
         execution.status = "Succeeded" if result.phase in ("Skipped", "Omitted") else result.phase
-        record.phase, record.message = execution.status, result.message
+        record.phase = execution.status
+        record.message = result.message
         if exit_handler and execution.stopped_by is None:
-            handler = Call(exit_handler, f"{execution.name}.onExit", "", 0, execution.parameters)
-            after = _run_apart(execution, lambda: _run_entry(execution, handler))
-            if after.broken and not result.broken:
-                record.phase = after.phase
-                record.message = after.message
+            handler = Call(
+                template=exit_handler,
+                name=f"{execution.name}.onExit",
+                parent="",
+                depth=0,
+                parameters=execution.parameters,
+            )
+            handler_result = _run_in_thread(execution, handler)
+            # As in Argo, a handler that fails makes a run fail that had succeeded.
+            if handler_result.broken and not result.broken:
+                record.phase = handler_result.phase
+                record.message = handler_result.message
     finally:
         execution.launcher.close()
     if execution.stopped_by is not None:
@@ -156,22 +184,32 @@ def _run(execution: Execution, entry: Call, exit_handler: str | None) -> Outcome
     record.finished = time.time()
     record.outputs = execution.outputs
     execution.record_workflow(record)
-    code = outcome_code(record.phase, execution.nodes, execution.stopped_by)
-    return Outcome(record.phase, record.message, execution.nodes, execution.outputs, code)
+    return Outcome(
+        phase=record.phase,
+        message=record.message,
+        nodes=execution.nodes,
+        outputs=execution.outputs,
+        exit_code=outcome_code(record.phase, execution.nodes, execution.stopped_by),
+    )
 
 
 def _run_entry(execution: Execution, call: Call) -> Result:
+    """Run the template that a workflow starts at."""
     result = run_template(execution, call)
-    if result.daemon:  # nothing is left that it could serve
+    if result.daemon:
+        # Nothing is left that it could serve.
         result.daemon.close()
         result.phase = "Succeeded"
     return result
 
 
-def _run_apart(execution: Execution, work: Callable[[], Result]) -> Result:
-    """Run `work` on another thread, so that signals reach this one."""
+def _run_in_thread(execution: Execution, call: Call) -> Result:
+    """Run a template that a workflow starts at in a thread, so that signals reach this one."""
     results: list[Result] = []
-    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread = threading.Thread(
+        target=lambda: results.append(_run_entry(execution, call)),
+        daemon=True,
+    )
     thread.start()
     while thread.is_alive():
         thread.join(0.05)
@@ -180,32 +218,39 @@ def _run_apart(execution: Execution, work: Callable[[], Result]) -> Result:
     return results[0]
 
 
-def _kinds(templates: Iterable[JsonMapping]) -> list[Kind]:
+def _list_warm_kinds(templates: Iterable[JsonMapping]) -> list[Kind]:
     """Return the kinds of warm processes from which commands of the templates can be forked."""
-    containers = [template.get("container") or {} for template in templates]
-    commands = [
-        [*container.get("command", []), *container.get("args", [])] for container in containers
-    ]
-    kinds: dict[Kind, bool] = {
-        "stages": any(map(is_stage, commands)),
-        "server": any(map(is_server, commands)),
-    }
-    return [kind for kind, used in kinds.items() if used]
+    commands: list[list[str]] = []
+    for template in templates:
+        container = template.get("container") or {}
+        commands.append(list(container.get("command", [])) + list(container.get("args", [])))
+    kinds: list[Kind] = []
+    if any(map(is_stage, commands)):
+        kinds.append("stages")
+    if any(map(is_server, commands)):
+        kinds.append("server")
+    return kinds
 
 
-def _parameters(spec: JsonMapping, given: Mapping[str, str], strict: bool) -> dict[str, str]:
+def _resolve_parameters(
+    spec: JsonMapping,
+    arguments: Mapping[str, str],
+    strict: bool,
+) -> dict[str, str]:
+    """Return the values of a workflow's parameters: arguments over defaults.
+
+    Raises UserError at a parameter without a value and, if `strict`, at an unknown argument.
+    """
     declared = spec.get("arguments", {}).get("parameters", [])
     names = [parameter["name"] for parameter in declared]
-    if strict and (unknown := [name for name in given if name not in names]):
-        raise UserError(
-            f"parameter {unknown[0]}",
-            given[unknown[0]],
-            f"is not a parameter; known: {', '.join(names)}",
-        )
-    values = {}
+    for name, value in arguments.items():
+        if strict and name not in names:
+            reason = f"is not a parameter; known: {', '.join(names)}"
+            raise UserError(f"parameter {name}", value, reason)
+    values: dict[str, str] = {}
     for parameter in declared:
         name = parameter["name"]
-        value = given.get(name, parameter.get("value", parameter.get("default")))
+        value = arguments.get(name, parameter.get("value", parameter.get("default")))
         if value is None:
             raise UserError(f"parameter {name}", None, "is required")
         values[name] = format_value(value)

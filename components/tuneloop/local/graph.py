@@ -1,11 +1,13 @@
-"""Graphs of a local run: templates, DAGs, recursion; the names by which tags find their inputs and outputs. The
-semantics are those of the Argo controller 3.7 (https://argo-workflows.readthedocs.io/en/release-3.7/). Each task has a
-thread of its own; the work is bounded by the number of pods that may run at a time."""
+"""Graphs of a local run: templates, DAGs, recursion, and the tags of inputs and outputs.
+
+The semantics are those of the Argo controller 3.7
+(https://argo-workflows.readthedocs.io/en/release-3.7/). Each task has a thread of its own; the work
+is bounded by the number of pods that may run at a time.
+"""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.local.execution import Execution
@@ -19,7 +21,7 @@ from tuneloop.workflow.expressions import substitute_tags
 from tuneloop.workflow.manifest import find_ancestors, parse_depends
 
 MAX_DEPTH = 100
-"""The controller's maxAllowedStackDepth: what would be this deep is an error."""
+"""The controller's maxAllowedStackDepth: a template at this depth is an error."""
 TOO_DEEP = "Maximum recursion depth exceeded: at most 99 templates within one another, as in Argo"
 UNMET = "omitted: depends condition not met"
 
@@ -27,35 +29,30 @@ UNMET = "omitted: depends condition not met"
 def run_template(execution: Execution, call: Call) -> Result:
     """Run a template; an error in the workflow becomes the result, and is not raised."""
     template = execution.templates.get(call.template)
-    retried = template is not None and "retryStrategy" in template
-    node = execution.create_node(
-        call, "Retry" if retried else execution.attempt_type(call.template)
-    )
+    is_retried = template is not None and "retryStrategy" in template
+    node_type = "Retry" if is_retried else execution.get_node_type(call.template)
+    node = execution.create_node(call, node_type)
     try:
         if template is None:
             raise ExpressionError(f"template {call.template} does not exist")
         if call.depth + 1 >= MAX_DEPTH:
             raise ExpressionError(TOO_DEEP)
-        scope = execution.global_scope() | {"node.name": node.name}
+        scope = execution.build_scope() | {"node.name": node.name}
         node.inputs = resolve_inputs(template, call.parameters, scope)
-        scope |= input_scope(template, node.inputs)
+        scope |= build_input_scope(template, node.inputs)
 
         def attempt(node: Node, extra: Scope) -> Result:
             result = _attempt(execution, template, node, call, scope | extra)
             return _omit_ended(execution, template, node, result)
 
-        if retried:
-            result = Attempts(
-                execution, substitute_tags(template["retryStrategy"], scope), node, call, attempt
-            ).run()
+        if is_retried:
+            strategy = substitute_tags(template["retryStrategy"], scope)
+            result = Attempts(execution, strategy, node, call, attempt).run()
         else:
             result = attempt(node, {})
-    except ExpressionError as error:
-        result = Result("Error", str(error))
-    except (
-        Exception
-    ) as error:  # the machine's fault (no disk, no such file): this node's error, not the run's end
-        result = Result("Error", f"{type(error).__name__}: {error}")
+    except Exception as error:
+        # A fault of the machine (no disk, no such file) is this node's error, not the run's end.
+        result = Result("Error", _describe_error(error))
     result = _omit_ended(execution, template or {}, node, result)
     for parameter in (template or {}).get("outputs", {}).get("parameters", []):
         if "globalName" in parameter and parameter["name"] in result.parameters:
@@ -65,18 +62,32 @@ def run_template(execution: Execution, call: Call) -> Result:
 
 
 def _attempt(
-    execution: Execution, template: JsonMapping, node: Node, call: Call, scope: Scope
+    execution: Execution,
+    template: JsonMapping,
+    node: Node,
+    call: Call,
+    scope: Scope,
 ) -> Result:
+    """Run a template once, as a graph or as a pod."""
     if "dag" in template:
         return Graph(execution, template, node, call.depth, scope).run()
-    filled = substitute_tags(
-        {k: v for k, v in template.items() if k != "retryStrategy"}, scope | {"pod.name": node.id}
-    )
-    return run_pod(execution, filled, node)
+    # The tags of a retry strategy are substituted once for all attempts.
+    pod_template = {key: value for key, value in template.items() if key != "retryStrategy"}
+    return run_pod(execution, substitute_tags(pod_template, scope | {"pod.name": node.id}), node)
+
+
+def _describe_error(error: Exception) -> str:
+    """Return the message of a node that has failed by an exception of this process."""
+    if isinstance(error, ExpressionError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _omit_ended(execution: Execution, template: JsonMapping, node: Node, result: Result) -> Result:
-    """Return `result`, or ``Omitted`` if a server's end caused it, so that only the server counts as failed."""
+    """Return `result`, or ``Omitted`` if a server's end caused it.
+
+    So only the server counts as failed, and not the tasks that needed it.
+    """
     reason = execution.find_end_reason(node.name)
     if reason is None or (result.phase == "Succeeded" and "dag" not in template):
         return result
@@ -86,7 +97,16 @@ def _omit_ended(execution: Execution, template: JsonMapping, node: Node, result:
 
 
 class Graph:
-    """One execution of a DAG template: the state that its tasks share."""
+    """One execution of a DAG template: the state that its tasks share.
+
+    Attributes:
+        depth: the number of templates entered above it.
+        scope: the tags of the template's inputs, and those of the whole run.
+        tasks: the tasks by name.
+        waits: for each task, the names of those that it depends on.
+        conditions: for each task, the expression of its ``depends``; empty for one without.
+        daemons: the daemons that are ready; they end with the graph.
+    """
 
     def __init__(
         self,
@@ -112,33 +132,36 @@ class Graph:
         self.execution.start(self.node)
         try:
             results = self._run_tasks()
-            leaves = [
-                name
-                for name in self.tasks
-                if not any(name in names for names in self.waits.values())
-            ]
-            branches = [get_branch_result(leaf, self.waits, results) for leaf in leaves]
-            broken = next((result.phase for result in branches if result.broken), None)
-            if broken:
-                return Result(
-                    broken,
-                    next((f"{k}: {r.message}" for k, r in results.items() if r.broken), "stopped"),
-                )
-            scope = self._scope_behind(results)
-            declared = self.template.get("outputs", {}).get("parameters", [])
-            return Result(
-                "Succeeded", "", {each["name"]: resolve_output(each, scope) for each in declared}
-            )
+            awaited = {name for names in self.waits.values() for name in names}
+            # As in Argo, the leaves decide how the graph has ended.
+            for leaf in [name for name in self.tasks if name not in awaited]:
+                branch = get_branch_result(leaf, self.waits, results)
+                if branch.broken:
+                    return Result(branch.phase, self._explain_failure(results))
+            scope = self._build_scope_after(results)
+            outputs = {
+                parameter["name"]: resolve_output(parameter, scope)
+                for parameter in self.template.get("outputs", {}).get("parameters", [])
+            }
+            return Result("Succeeded", "", outputs)
         finally:
-            threads = [_thread(daemon.close) for daemon in self.daemons]
+            # Each may take its whole grace period, so all are ended at the same time.
+            threads = [_start_thread(daemon.close) for daemon in self.daemons]
             for thread in threads:
                 thread.join()
 
-    def _scope_behind(self, results: Mapping[str, Result]) -> Scope:
+    def _explain_failure(self, results: Mapping[str, Result]) -> str:
+        """Return the message of the first task that has failed."""
+        for name, result in results.items():
+            if result.broken:
+                return f"{name}: {result.message}"
+        return "stopped"
+
+    def _build_scope_after(self, results: Mapping[str, Result]) -> Scope:
         """Return the tags that tasks after those with these results can use."""
         scope = dict(self.scope)
         for name, result in results.items():
-            scope |= result_scope(name, result)
+            scope |= build_result_scope(name, result)
         return scope
 
     def _run_tasks(self) -> dict[str, Result]:
@@ -146,42 +169,48 @@ class Graph:
         results: dict[str, Result] = {}
         started: set[str] = set()
         changed = threading.Condition()
-        above = {name: find_ancestors(name, self.waits) for name in self.tasks}
+        ancestors = {name: find_ancestors(name, self.waits) for name in self.tasks}
 
         def work(name: str) -> None:
             with changed:
-                scope = self._scope_behind({other: results[other] for other in above[name]})
-            result = self.run_task(self.tasks[name], scope)
+                earlier = {ancestor: results[ancestor] for ancestor in ancestors[name]}
+            result = self.run_task(self.tasks[name], self._build_scope_after(earlier))
             with changed:
                 results[name] = result
                 changed.notify()
             if result.daemon:
-                _thread(follow, name, result.daemon)
+                _start_thread(follow, name, result.daemon)
 
         def follow(name: str, daemon: Daemon) -> None:
+            # A server that fails while tasks still need it ends them.
             daemon.over.wait()
             with changed:
-                left = [n for n in self.tasks if n not in results and name in above[n]]
-                if left and daemon.result.broken and not self.execution.stopping.is_set():
+                dependents = [
+                    task for task in self.tasks if task not in results and name in ancestors[task]
+                ]
+                if dependents and daemon.result.broken and not self.execution.stopping.is_set():
                     results[name] = daemon.result
-                    paths = (f"{self.node.name}.{n}" for n in left)
+                    paths = [f"{self.node.name}.{task}" for task in dependents]
                     self.execution.end_nodes(paths, f"{name}: {daemon.result.message}")
                     changed.notify()
 
         with changed:
             while len(results) < len(self.tasks):
-                waiting = [name for name in self.tasks if name not in started]
                 ready = [
-                    name for name in waiting if all(other in results for other in self.waits[name])
+                    name
+                    for name in self.tasks
+                    if name not in started and results.keys() >= set(self.waits[name])
                 ]
-                started |= set(ready)
+                started.update(ready)
                 for name in ready:
                     condition = self.conditions[name]
-                    facts = dependency_scope(self.waits[name], results)
-                    if condition and not expressions.evaluate_boolean(condition, facts):
-                        results[name] = self.skip(self._call(self.tasks[name]), "Omitted", UNMET)
+                    scope = build_dependency_scope(self.waits[name], results)
+                    if condition and not expressions.evaluate_boolean(condition, scope):
+                        call = self._build_call(self.tasks[name])
+                        results[name] = self.skip(call, "Omitted", UNMET)
                     else:
-                        _thread(work, name)
+                        _start_thread(work, name)
+                # A task that was omitted may have made others ready, so these are looked at first.
                 if not ready:
                     changed.wait()
         return results
@@ -189,28 +218,21 @@ class Graph:
     # One task
 
     def run_task(self, task: JsonMapping, scope: Scope) -> Result:
-        """Run a task: its condition, its template."""
-        call = self._call(task)
+        """Run a task, if its ``when`` is true, with its arguments from `scope`."""
+        call = self._build_call(task)
         scope = scope | self.execution.published
         try:
             when = substitute_tags(task.get("when", ""), scope)
             if not expressions.evaluate_when(when):
                 return self.skip(call, "Skipped", f"when '{when}' evaluated false")
-            given = [
-                p
-                for p in (task.get("arguments") or {}).get("parameters", [])
-                if p.get("value") is not None
-            ]
-            parameters = {
-                p["name"]: format_value(substitute_tags(p["value"], scope)) for p in given
-            }
-        except Exception as error:  # whatever is wrong with it, the graph goes on
-            message = (
-                str(error)
-                if isinstance(error, ExpressionError)
-                else f"{type(error).__name__}: {error}"
-            )
-            return self.skip(call, "Error", message)
+            parameters: dict[str, str] = {}
+            for parameter in (task.get("arguments") or {}).get("parameters", []):
+                if parameter.get("value") is not None:
+                    value = substitute_tags(parameter["value"], scope)
+                    parameters[parameter["name"]] = format_value(value)
+        except Exception as error:
+            # Whatever is wrong with one task, the graph goes on.
+            return self.skip(call, "Error", _describe_error(error))
         if self.execution.stopping.is_set() or self.execution.find_end_reason(call.name):
             return Result("Omitted", "not started: the run is ending")
         result = run_template(self.execution, replace(call, parameters=parameters))
@@ -225,48 +247,61 @@ class Graph:
         self.execution.settle(node, result)
         return result
 
-    def _call(self, task: JsonMapping) -> Call:
+    def _build_call(self, task: JsonMapping) -> Call:
         return Call(
-            task["template"], f"{self.node.name}.{task['name']}", self.node.id, self.depth + 1
+            template=task["template"],
+            name=f"{self.node.name}.{task['name']}",
+            parent=self.node.id,
+            depth=self.depth + 1,
         )
 
 
-def _thread(work: Any, *args: Any) -> threading.Thread:
-    thread = threading.Thread(target=work, args=args, daemon=True)
+def _start_thread(work: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()
     return thread
 
 
-def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Scope:
+def build_dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Scope:
     """Return the names that a ``depends`` condition can use for the tasks `names`."""
     scope: Scope = {}
     for name in names:
         result = results[name]
-        flags = {
-            flag: result.phase == flag for flag in ("Succeeded", "Failed", "Skipped", "Omitted")
-        }
-        flags |= {"Errored": result.phase == "Error", "Daemoned": result.daemon is not None}
-        flags |= {
-            "AnySucceeded": False,
-            "AllFailed": False,
-        }  # for loops over items, which are not supported here
-        scope |= {f"{name.replace('-', '_')}.{flag}": value for flag, value in flags.items()}
+        # Names of an expression cannot have a hyphen; the controller replaces it in the same way.
+        prefix = name.replace("-", "_")
+        for phase in ("Succeeded", "Failed", "Skipped", "Omitted"):
+            scope[f"{prefix}.{phase}"] = result.phase == phase
+        scope[f"{prefix}.Errored"] = result.phase == "Error"
+        scope[f"{prefix}.Daemoned"] = result.daemon is not None
+        # These are about loops over items, which are not supported here.
+        scope[f"{prefix}.AnySucceeded"] = False
+        scope[f"{prefix}.AllFailed"] = False
     return scope
 
 
 def get_branch_result(
-    name: str, waits: Mapping[str, Sequence[str]], results: Mapping[str, Result]
+    name: str,
+    waits: Mapping[str, Sequence[str]],
+    results: Mapping[str, Result],
 ) -> Result:
-    """Return the result of a leaf's branch: its own, or if it did not complete, that of the tasks it depends on."""
+    """Return the result of a leaf's branch.
+
+    It is that of the leaf or, if the leaf did not complete, that of the tasks it depends on.
+    """
     result = results[name]
     if result.phase in ("Succeeded", "Failed", "Error"):
         return result
-    above = [get_branch_result(other, waits, results) for other in waits[name]]
-    return next((each for each in above if each.broken), Result("Succeeded"))
+    for dependency in waits[name]:
+        branch = get_branch_result(dependency, waits, results)
+        if branch.broken:
+            return branch
+    return Result("Succeeded")
 
 
 def resolve_inputs(
-    template: JsonMapping, parameters: Mapping[str, str], scope: Scope
+    template: JsonMapping,
+    parameters: Mapping[str, str],
+    scope: Scope,
 ) -> dict[str, str]:
     """Return a template's inputs: arguments over defaults.
 
@@ -284,12 +319,12 @@ def resolve_inputs(
     return values
 
 
-def input_scope(template: JsonMapping, inputs: Mapping[str, str]) -> Scope:
+def build_input_scope(template: JsonMapping, inputs: Mapping[str, str]) -> Scope:
     """Return the tags of a template's inputs, and of the paths of its outputs."""
-    scope: Scope = {
-        "inputs.parameters": format_value([{"name": k, "value": v} for k, v in inputs.items()])
-    }
-    scope |= {f"inputs.parameters.{name}": value for name, value in inputs.items()}
+    pairs = [{"name": name, "value": value} for name, value in inputs.items()]
+    scope: Scope = {"inputs.parameters": format_value(pairs)}
+    for name, value in inputs.items():
+        scope[f"inputs.parameters.{name}"] = value
     for parameter in template.get("outputs", {}).get("parameters", []):
         if "path" in parameter.get("valueFrom", {}):
             scope[f"outputs.parameters.{parameter['name']}.path"] = parameter["valueFrom"]["path"]
@@ -297,24 +332,27 @@ def input_scope(template: JsonMapping, inputs: Mapping[str, str]) -> Scope:
 
 
 def resolve_output(parameter: JsonMapping, scope: Scope) -> str:
-    """Return an output of a DAG whose tasks have settled."""
+    """Return an output of a DAG whose tasks have settled.
+
+    Raises ExpressionError or KeyError at one that has no value and no default.
+    """
     source = parameter.get("valueFrom") or {}
     try:
         if "expression" not in source:
-            given = source["parameter"] if "parameter" in source else parameter["value"]
-            return format_value(substitute_tags(given, scope))
+            text = source["parameter"] if "parameter" in source else parameter["value"]
+            return format_value(substitute_tags(text, scope))
         # Inside an expression the controller knows inputs, tasks and global outputs by name, and no
         # other workflow.… tag.
-        known = {
-            k: v
-            for k, v in scope.items()
-            if not k.startswith("workflow.") or k.startswith("workflow.outputs.")
+        names = {
+            name: value
+            for name, value in scope.items()
+            if not name.startswith("workflow.") or name.startswith("workflow.outputs.")
         }
-        value = expressions.evaluate_expression(substitute_tags(source["expression"], scope), known)
+        expression = substitute_tags(source["expression"], scope)
+        value = expressions.evaluate_expression(expression, names)
         if value is None:
-            raise ExpressionError(
-                f"output {parameter['name']}: {source['expression']!r} has no value (nil)"
-            )
+            message = f"output {parameter['name']}: {source['expression']!r} has no value (nil)"
+            raise ExpressionError(message)
         return format_value(value)
     except (ExpressionError, KeyError):
         if "default" in source:
@@ -322,14 +360,14 @@ def resolve_output(parameter: JsonMapping, scope: Scope) -> str:
         raise
 
 
-def result_scope(name: str, result: Result) -> Scope:
+def build_result_scope(name: str, result: Result) -> Scope:
     """Return the tags of a task that has settled (or of a daemon that is ready)."""
-    at = f"tasks.{name}"
-    scope: Scope = {f"{at}.status": result.phase}
+    prefix = f"tasks.{name}"
+    scope: Scope = {f"{prefix}.status": result.phase}
     if result.exit_code is not None:
-        scope[f"{at}.exitCode"] = str(result.exit_code)
+        scope[f"{prefix}.exitCode"] = str(result.exit_code)
     if result.daemon is not None:
-        scope[f"{at}.ip"] = result.address
-    return scope | {
-        f"{at}.outputs.parameters.{key}": value for key, value in result.parameters.items()
-    }
+        scope[f"{prefix}.ip"] = result.address
+    for key, value in result.parameters.items():
+        scope[f"{prefix}.outputs.parameters.{key}"] = value
+    return scope

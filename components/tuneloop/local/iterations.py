@@ -306,14 +306,21 @@ def _fresh_state(**environment: str) -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run as a program; never returns."""
     parser = argparse.ArgumentParser(
-        prog="python -m tuneloop.local.iterations", description=__doc__
+        prog="python -m tuneloop.local.iterations",
+        description=__doc__,
     )
     parser.add_argument(
-        "--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop"
+        "--loop",
+        required=True,
+        metavar="JSON",
+        help="the steps, see tuneloop.workflow.pod_loop",
     )
     parser.add_argument("--run", required=True, metavar="URL", help="of the run")
     parser.add_argument(
-        "--iterations", required=True, type=int, help="the number of the last iteration"
+        "--iterations",
+        required=True,
+        type=int,
+        help="the number of the last iteration",
     )
     parser.add_argument(
         "--per-pod",
@@ -322,13 +329,22 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         help="a pod ends after a multiple of so many iterations",
     )
     parser.add_argument(
-        "--auto", action="store_true", help="the pod may end earlier, see PodLength"
+        "--auto",
+        action="store_true",
+        help="the pod may end earlier, see PodLength",
     )
     parser.add_argument(
-        "--target-reward", required=True, type=float, help="mean reward that ends the loop"
+        "--target-reward",
+        required=True,
+        type=float,
+        help="mean reward that ends the loop",
     )
     parser.add_argument(
-        "--value", action="append", default=[], metavar="NAME=VALUE", help="first iteration's input"
+        "--value",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="first iteration's input",
     )
     options = parser.parse_args(argv)
     values: dict[str, str] = {}

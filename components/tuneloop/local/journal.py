@@ -1,4 +1,4 @@
-"""The files that a local run leaves in its work directory, and how to read them, also while it runs.
+"""The files in the work directory of a local run, and how to read them, also while it runs.
 
 ``nodes.jsonl``
     One JSON object a line, appended. ``{"kind": "workflow", …}`` (see `Workflow`) opens a session
@@ -8,8 +8,8 @@
     nodes of earlier ones are history, except where a run has several workflows: the sessions of
     those that succeeded and go on (output ``next``) count, too.
 ``ended.json``
-    How the newest session that ended did, and how many bytes the journal had then. So one that was
-    cut off since is told from one whose executor was killed.
+    The end of the newest session that has one, and the size of the journal then, in bytes. From it
+    a reader sees whether a journal was cut off since, or its executor was killed.
 ``logs/<node id>.log``
     Standard output and error of a pod, raw.
 ``nodes/<node id>/``
@@ -36,16 +36,17 @@ from pydantic import BaseModel, ValidationError
 
 from tuneloop.core.artifacts import dump_checked_json, get_adapter, load_checked_json
 from tuneloop.core.errors import UserError, choose_exit_code, print_diagnostic
+from tuneloop.core.json_types import JsonObject
 
 DONE = ("Succeeded", "Failed", "Error", "Skipped", "Omitted")
-"""Phases that a node does not leave. The others are ``Pending`` and ``Running``."""
+"""Phases that a node does not leave; ``Pending`` and ``Running`` are those before."""
 BROKEN = ("Failed", "Error")
 END = "ended.json"
 KIND = b'{"kind": "node", '
 NODE = KIND + b'"id": "'
+"""The start of a node's line."""
 SUM = b', "sum": "'
-"""The start of a node's line, and the text before the digest at the end of any line."""
-
+"""The text before the digest at the end of any line."""
 
 T = TypeVar("T")
 
@@ -132,8 +133,8 @@ class SessionEnd(BaseModel, frozen=True):
 def read_state(workdir: Path) -> State | None:
     """Read the state of the run in `workdir`; None when nothing was run there."""
     path = workdir / "nodes.jsonl"
-    # In this order: an executor writes how the run ended, then lets go.
-    alive = _held(workdir)
+    # In this order: an executor writes how the run ended, and then unlocks the directory.
+    alive = _is_locked(workdir)
     end = _read_end(workdir)
     if not path.exists():
         if end is None:
@@ -166,21 +167,32 @@ def _read_end(workdir: Path) -> SessionEnd | None:
 
 @functools.lru_cache(maxsize=1)
 def _read_journal(
-    path: Path, size: int, mtime_ns: int
+    path: Path,
+    size: int,
+    mtime_ns: int,
 ) -> tuple[Workflow | None, dict[str, Node], list[str]]:
-    """Read a journal, with the newest line of each node. Size and time are the key of the cache."""
+    """Read a journal.
+
+    Args:
+        size, mtime_ns: of the file; they are part of the cache's key.
+
+    Returns:
+        The newest workflow, the nodes by id, and where each workflow that goes on is continued.
+    """
     workflow = None
     parts: list[str] = []
     damaged = 0
+    # Node id → its newest line. Nearly all lines are replaced by a later one, so only the rest is
+    # parsed.
     lines: dict[bytes, bytes] = {}
-    kept: dict[bytes, bytes] = {}
+    # The lines of the workflows that go on.
+    lines_of_parts: dict[bytes, bytes] = {}
     with path.open("rb") as file:
         for line in file:
-            body, _, rest = line.rpartition(SUM)
-            if rest != xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n':
-                damaged += (
-                    line.endswith(b"\n") and len(line) > 1
-                )  # one without an end is being written
+            body, _, digest = line.rpartition(SUM)
+            if digest != xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n':
+                # A line without an end is being written, and an empty one ends a torn one.
+                damaged += line.endswith(b"\n") and len(line) > 1
             elif line.startswith(NODE):
                 lines[line[len(NODE) : line.index(b'"', len(NODE))]] = body
             else:
@@ -190,11 +202,11 @@ def _read_journal(
                     damaged += 1
                     continue
                 if workflow.phase == "Running":
-                    lines = dict(kept)
+                    lines = dict(lines_of_parts)
                 elif workflow.phase == "Succeeded" and "next" in workflow.outputs:
                     parts.append(workflow.outputs["next"])
-                    kept = dict(lines)
-    nodes = dict[str, Node]()
+                    lines_of_parts = dict(lines)
+    nodes: dict[str, Node] = {}
     for body in lines.values():
         try:
             node = _parse(Node, body[len(KIND) :])
@@ -208,6 +220,7 @@ def _read_journal(
 
 
 def _parse(record: type[T], fields: bytes) -> T:
+    """Parse the fields of a line after its kind. Raises ValueError if they are not a record's."""
     return cast(T, get_adapter(record).validate_json(b"{%b}" % fields, strict=True))
 
 
@@ -224,21 +237,25 @@ class Journal:
         self._workdir = workdir
         self._file = os.open(workdir / "nodes.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         if os.lseek(self._file, 0, os.SEEK_END):
-            os.write(self._file, b"\n")  # ends the torn line of a killed run, if there is one
+            # A run that was killed may have left a torn line, which this ends.
+            os.write(self._file, b"\n")
 
     def write(self, record: Node | Workflow) -> None:
-        kind = "node" if isinstance(record, Node) else "workflow"
-        body = json.dumps({"kind": kind, **asdict(record)}, ensure_ascii=False)[:-1].encode(
-            errors="replace"
-        )
+        """Append a record; a file system that refuses it does not end the run."""
+        fields: JsonObject = {"kind": "node" if isinstance(record, Node) else "workflow"}
+        fields |= asdict(record)
+        # The digest takes the place of the closing brace.
+        text = json.dumps(fields, ensure_ascii=False).removesuffix("}")
+        body = text.encode(errors="replace")
         try:
             os.write(self._file, body + SUM + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
             if isinstance(record, Workflow) and record.phase != "Running":
                 self._write_end(record)
-        except OSError as error:  # this must not end stages
+        except OSError as error:
             _report_once(f"nodes.jsonl: {error.strerror}; what `status` says of this run is behind")
 
     def _write_end(self, workflow: Workflow) -> None:
+        """Write ``ended.json`` in one step, so that a reader never sees a part of it."""
         end = {"size": os.fstat(self._file).st_size, "workflow": asdict(workflow)}
         partial = self._workdir / f".{END}.{os.getpid()}"
         try:
@@ -248,6 +265,7 @@ class Journal:
             partial.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Close the file; nothing is written after this."""
         os.close(self._file)
 
 
@@ -258,17 +276,16 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
     with (workdir / "lock").open("a") as file:
         while not _try_lock(file, fcntl.LOCK_EX):
             if not _try_lock(file, fcntl.LOCK_SH):
-                raise UserError(
-                    "run", str(workdir), "is running already; wait for it, or `tuneloop stop` it"
-                )
-            fcntl.flock(
-                file, fcntl.LOCK_UN
-            )  # its holder only checks whether an executor is running
+                remedy = "is running already; wait for it, or `tuneloop stop` it"
+                raise UserError("run", str(workdir), remedy)
+            # A shared lock could be had, so its holder only looks for an executor.
+            fcntl.flock(file, fcntl.LOCK_UN)
             time.sleep(0.01)
         yield
 
 
-def _held(workdir: Path) -> bool:
+def _is_locked(workdir: Path) -> bool:
+    """Return whether an executor holds the work directory."""
     try:
         with (workdir / "lock").open() as file:
             return not _try_lock(file, fcntl.LOCK_SH)
@@ -276,9 +293,10 @@ def _held(workdir: Path) -> bool:
         return False
 
 
-def _try_lock(file: IO[str], how: int) -> bool:
+def _try_lock(file: IO[str], operation: int) -> bool:
+    """Lock a file, shared or exclusive; return False, and do not wait, if it is locked."""
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -293,15 +311,15 @@ def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) 
         return 130 if stopped_by == signal.SIGINT else 75
     if phase == "Succeeded":
         return 0
-    return choose_exit_code(
-        {n.exit_code for n in nodes.values() if n.type == "Pod" and _broke_the_run(n, nodes)}
-    )
+    pods = [node for node in nodes.values() if node.type == "Pod"]
+    return choose_exit_code({pod.exit_code for pod in pods if _has_broken_run(pod, nodes)})
 
 
-def _broke_the_run(node: Node, nodes: Mapping[str, Node]) -> bool:
-    """Return whether all nodes above a node failed, too: no other attempt and no other task has
-    made up for it.
+def _has_broken_run(node: Node, nodes: Mapping[str, Node]) -> bool:
+    """Return whether a node and all nodes above it failed.
+
+    Else another attempt, or another task, has made up for it.
     """
-    return node.phase in BROKEN and (
-        node.parent not in nodes or _broke_the_run(nodes[node.parent], nodes)
-    )
+    if node.phase not in BROKEN:
+        return False
+    return node.parent not in nodes or _has_broken_run(nodes[node.parent], nodes)

@@ -7,8 +7,7 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from tuneloop.argo.lease_sidecar import find_lease_sidecar
@@ -23,43 +22,42 @@ from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result
 from tuneloop.sharing.lease_storage import STORED_LEASES, open_lease_group
 from tuneloop.sharing.sidecar import parse_arguments
-from tuneloop.workflow.manifest import FIELD_PATHS
 from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_KEY
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process."""
 SHARED = ("/tmp", "/dev/shm")
+"""Directories that stay this machine's, also where a template mounts an emptyDir at them."""
 
 
 class PodFilesystem:
     """The files of one pod, below `root`, which is emptied first.
 
-    All pods of this machine share its file system. So each path that a template declares (an output parameter's, an
-    emptyDir's) is mapped below `root`, by rewriting it in the command, the arguments and the environment. A directory
-    that holds declared outputs is mapped where it is a whole value, as in ``TUNELOOP_OUTPUTS=/tmp/tuneloop/outputs``.
-    ``/tmp`` and ``/dev/shm`` as emptyDirs are the machine's own."""
+    All pods of this machine share its file system. So each path that a template declares (an output
+    parameter's, an emptyDir's) is mapped below `root`, by rewriting it in the command, the
+    arguments and the environment. A directory that holds declared outputs is mapped where it is a
+    whole value, as in ``TUNELOOP_OUTPUTS=/tmp/tuneloop/outputs``.
+    """
 
     def __init__(self, root: Path, template: JsonMapping) -> None:
         self.root = root
-        parameters = template.get("outputs", {}).get("parameters", [])
-        self._sources = {
-            p["name"]: p["valueFrom"] for p in parameters if "path" in p.get("valueFrom", {})
-        }
-        mounts = (
-            mount["mountPath"].rstrip("/")
-            for mount in template["container"].get("volumeMounts", [])
-        )
-        declared = [source["path"] for source in self._sources.values()]
-        empty = {*mounts} - {*SHARED}
-        self._paths = sorted({*declared, *empty}, key=len, reverse=True)
-        self._parents = {str(PurePosixPath(path).parent) for path in declared} - {"/", *SHARED}
+        self._sources_by_output: dict[str, JsonMapping] = {}
+        for parameter in template.get("outputs", {}).get("parameters", []):
+            if "path" in parameter.get("valueFrom", {}):
+                self._sources_by_output[parameter["name"]] = parameter["valueFrom"]
+        outputs = {source["path"] for source in self._sources_by_output.values()}
+        mounts = template["container"].get("volumeMounts", [])
+        directories = {mount["mountPath"].rstrip("/") for mount in mounts}.difference(SHARED)
+        # Longer paths first, as one may begin with another.
+        self._paths = sorted(outputs | directories, key=len, reverse=True)
+        self._parents = {str(PurePosixPath(path).parent) for path in outputs}
+        self._parents.difference_update(SHARED, "/")
         shutil.rmtree(root, ignore_errors=True)
-        for place in (
-            root,
-            *(self.local_path(path).parent for path in declared),
-            *map(self.local_path, empty),
-        ):
-            place.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
+        for path in outputs:
+            self.local_path(path).parent.mkdir(parents=True, exist_ok=True)
+        for path in directories:
+            self.local_path(path).mkdir(parents=True, exist_ok=True)
 
     def local_path(self, path: str) -> Path:
         """Return where `path` of the container is on this machine."""
@@ -72,18 +70,20 @@ class PodFilesystem:
             return f"{head}{equals}{self.local_path(tail)}"
         if not self._paths:
             return text
-        pattern = "|".join(map(re.escape, self._paths))
-        return re.sub(
-            rf"(?<![\w./-])(?:{pattern})(?![\w-])",
-            lambda match: str(self.local_path(match[0])),
-            text,
-        )
+        # A path counts only whole: neither as the end nor as the beginning of a longer name.
+        names = "|".join(map(re.escape, self._paths))
+        pattern = rf"(?<![\w./-])(?:{names})(?![\w-])"
+        return re.sub(pattern, lambda match: str(self.local_path(match[0])), text)
 
     def read_parameters(self) -> tuple[dict[str, str], list[str]]:
-        """Return the output parameters that the pod wrote or that have a default, and the names of the missing ones."""
-        values = {}
-        missing = []
-        for name, source in self._sources.items():
+        """Read the output parameters that the pod wrote.
+
+        Returns:
+            Their values, or the defaults; and the names of those that have neither.
+        """
+        values: dict[str, str] = {}
+        missing: list[str] = []
+        for name, source in self._sources_by_output.items():
             file = self.local_path(source["path"])
             if file.exists():
                 values[name] = file.read_text().removesuffix("\n")
@@ -95,10 +95,20 @@ class PodFilesystem:
 
 
 class PodDaemon:
-    """A pod that outlives its node's start; it ends with the graph that started it."""
+    """A pod that outlives its node's start; it ends with the graph that started it.
+
+    Attributes:
+        over: is set once the pod has ended.
+        result: how it has ended then.
+    """
 
     def __init__(
-        self, execution: Execution, node: Node, process: Process, grace: float, log: "LogPart"
+        self,
+        execution: Execution,
+        node: Node,
+        process: Process,
+        grace: float,
+        log: "LogPart",
     ) -> None:
         self._log = log
         self.over = threading.Event()
@@ -117,14 +127,17 @@ class PodDaemon:
         self.over.wait()
 
     def _watch(self) -> None:
+        """Wait for the end of the process, and settle the node with it."""
         self._process.ended.wait()
-        self.result.exit_code = code = self._process.code
+        code = self._process.code
+        self.result.exit_code = code
         if not self._closing:
-            stopped = self._execution.stopping.is_set()
-            words = self._log.read_last_line()
-            cause = f"server died: {name_signal(code) or describe_exit(code)}{f': {words}' if words else ''}"
             self.result.phase = "Failed"
-            self.result.message = "stopped" if stopped else cause
+            self.result.message = "stopped"
+            if not self._execution.stopping.is_set():
+                reason = f"server died: {name_signal(code) or describe_exit(code)}"
+                last_words = self._log.read_last_line()
+                self.result.message = f"{reason}: {last_words}" if last_words else reason
         self._execution.settle(self._node, self.result)
         self.over.set()
 
@@ -141,18 +154,14 @@ def run_pod(execution: Execution, template: JsonMapping, node: Node) -> Result:
     log_part = LogPart(log)
     _mount_token(execution, template, files)
     env = _build_environment(execution, container, node, files)
-    given = (*container.get("command", []), *container.get("args", []))
-    # Kubernetes' ``$(NAME)`` is replaced; ``$$`` is a dollar; an unknown name stays.
-    named = partial(
-        re.sub, r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0])
-    )
-    command = [named(files.translate(word)) for word in given]
-    words = home / "termination-log"
-    # An earlier session may have left its own: nodes have the same places in all.
-    words.write_text("")
-    env[TERMINATION_LOG] = str(words)
-    grace = _grace(template, execution.grace)
+    words = list(container.get("command", [])) + list(container.get("args", []))
+    command = [_expand_variables(files.translate(word), env) for word in words]
+    termination_log = home / "termination-log"
+    termination_log.write_text("")
+    env[TERMINATION_LOG] = str(termination_log)
+    grace = _read_grace(template, execution.grace)
     with contextlib.ExitStack() as stack:
+        # A daemon runs as long as its graph, so it would keep a slot from the tasks that need it.
         if not template.get("daemon"):
             stack.enter_context(execution.slots)
         try:
@@ -177,7 +186,7 @@ def run_pod(execution: Execution, template: JsonMapping, node: Node) -> Result:
     if execution.stopping.is_set() and result.broken:
         result.message = "stopped"
     elif result.phase == "Failed":
-        last_words = words.read_text(errors="replace").strip()
+        last_words = termination_log.read_text(errors="replace").strip()
         # What a program that was asked to end had printed last is not why it ended.
         if not last_words and process.code != TERMINATED:
             last_words = log_part.read_last_line()
@@ -185,49 +194,68 @@ def run_pod(execution: Execution, template: JsonMapping, node: Node) -> Result:
     return result
 
 
+def _expand_variables(text: str, env: Mapping[str, str]) -> str:
+    """Replace ``$(NAME)`` as Kubernetes does: ``$$`` is a dollar, and an unknown name stays."""
+
+    def expand(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else env.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\((\w+)\)", expand, text)
+
+
 def _build_environment(
-    execution: Execution, container: JsonMapping, node: Node, files: PodFilesystem
+    execution: Execution,
+    container: JsonMapping,
+    node: Node,
+    files: PodFilesystem,
 ) -> dict[str, str]:
     """Build a pod's environment: the machine's, then the container's."""
-    env = {
-        **execution.env,
-        "ARGO_PROGRESS_FILE": str(execution.workdir / "nodes" / node.id / "progress"),
+    env = dict(execution.env)
+    env["ARGO_PROGRESS_FILE"] = str(execution.workdir / "nodes" / node.id / "progress")
+    # What the downward API tells a pod; `tuneloop.workflow.manifest` refuses any other field.
+    fields = {
+        "metadata.name": node.id,
+        "metadata.namespace": "local",
+        "metadata.uid": node.id,
+        "spec.nodeName": socket.gethostname(),
+        "spec.serviceAccountName": "local",
+        "status.podIP": execution.get_address(node),
+        "status.hostIP": "127.0.0.1",
     }
-    values = (
-        node.id,
-        "local",
-        node.id,
-        socket.gethostname(),
-        "local",
-        execution.get_address(node),
-        "127.0.0.1",
-    )
-    fields = dict(zip(FIELD_PATHS, values))
-    for item in container.get("env", []):
-        if (
-            "value" in item and item["name"] != "TUNELOOP_IMAGE"
-        ):  # the image is that of this machine, if any
-            env[item["name"]] = files.translate(str(item["value"]))
-        elif path := (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath"):
-            env[item["name"]] = fields[path]
+    for variable in container.get("env", []):
+        name = variable["name"]
+        path = (variable.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath")
+        # The image that a run records is that of this machine, if any.
+        if "value" in variable and name != "TUNELOOP_IMAGE":
+            env[name] = files.translate(str(variable["value"]))
+        elif path:
+            env[name] = fields[path]
     return env
 
 
 def _mount_token(execution: Execution, template: JsonMapping, files: PodFilesystem) -> None:
-    """Link the tokens of the run's servers and of this machine's sandbox to where a template mounts their Secrets."""
-    mounted = {
-        mount["name"]: mount["mountPath"] for mount in template["container"].get("volumeMounts", ())
-    }
-    for volume in template.get("volumes", ()):
+    """Link tokens to where a template mounts their Secrets.
+
+    They are those of the run's servers and of this machine's sandbox.
+    """
+    mounts = template["container"].get("volumeMounts", [])
+    directories = {mount["name"]: mount["mountPath"] for mount in mounts}
+    for volume in template.get("volumes", []):
         if "secret" in volume:
-            token = Path(os.environ.get(SANDBOX_TOKEN, os.devnull))
-            if volume["secret"]["secretName"] != SANDBOX[0]:
-                create_token_file(token := execution.workdir / "server-token")
-            (files.local_path(mounted[volume["name"]]) / TOKEN_KEY).symlink_to(token.absolute())
+            if volume["secret"]["secretName"] == SANDBOX[0]:
+                token = Path(os.environ.get(SANDBOX_TOKEN, os.devnull))
+            else:
+                token = execution.workdir / "server-token"
+                create_token_file(token)
+            directory = files.local_path(directories[volume["name"]])
+            (directory / TOKEN_KEY).symlink_to(token.absolute())
 
 
 class LogPart:
-    """What one attempt adds to the log of its node, which earlier sessions of the run have written to as well."""
+    """The part of its node's log that one attempt writes.
+
+    Earlier sessions of the run have written to the same file.
+    """
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -238,14 +266,21 @@ class LogPart:
         with self._log.open("rb") as file:
             file.seek(max(self._start, self._log.stat().st_size - 2000))
             lines = file.read().decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")[-300:]
+        for line in reversed(lines):
+            if line.strip():
+                return line.strip()[-300:]
+        return ""
 
 
-def _grace(template: JsonMapping, default: float) -> float:
-    """Read terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``; it is `default` at most."""
+def _read_grace(template: JsonMapping, default: float) -> float:
+    """Return the seconds between SIGTERM and SIGKILL, at most `default`.
+
+    Argo has terminationGracePeriodSeconds only in ``podSpecPatch``.
+    """
     try:
         patch = json.loads(template.get("podSpecPatch") or "{}")
-    except json.JSONDecodeError:  # it may be YAML; a cluster's reader takes care of it
+    except json.JSONDecodeError:
+        # A patch may be YAML, which only somebody else's workflow has.
         return default
     return min(float(patch.get("terminationGracePeriodSeconds", default)), default)
 
@@ -258,53 +293,65 @@ def _become_daemon(
     grace: float,
     log: LogPart,
 ) -> Result:
+    """Wait until the readiness probe of a daemon succeeds, or the daemon has ended."""
     probe = container.get("readinessProbe") or {}
     pause = min(float(probe.get("periodSeconds", 1)), 0.1)
     address = execution.get_address(node)
-    over = process.ended.is_set()
-    while not over and not _is_ready(probe, container, address):
+    has_ended = process.ended.is_set()
+    while not has_ended and not _is_ready(probe, container, address):
         if execution.stopping.is_set():
             end_process(process, grace)
             return Result("Failed", "stopped", exit_code=process.code)
-        over = process.ended.wait(pause)
-    if over:
+        has_ended = process.ended.wait(pause)
+    if has_ended:
         reason = describe_exit(process.code, log.read_last_line())
         message = f"ended before it was ready: {reason}"
         return Result("Failed", message, exit_code=process.code)
-    return Result(
-        "Running", daemon=PodDaemon(execution, node, process, grace, log), address=address
-    )
+    daemon = PodDaemon(execution, node, process, grace, log)
+    return Result("Running", daemon=daemon, address=address)
 
 
 def _is_ready(probe: JsonMapping, container: JsonMapping, address: str) -> bool:
-    get = probe.get("httpGet")
-    if not get:
+    """Return whether a server answers its readiness probe; one without a probe is ready."""
+    request = probe.get("httpGet")
+    if not request:
         return True
-    named = {port.get("name"): port["containerPort"] for port in container.get("ports", [])}
-    url = f"http://{address}:{named.get(get['port'], get['port'])}/{str(get.get('path', '')).removeprefix('/')}"
+    # A probe names its port by number, or as the container does.
+    numbers = {port.get("name"): port["containerPort"] for port in container.get("ports", [])}
+    port = numbers.get(request["port"], request["port"])
+    path = str(request.get("path", "")).removeprefix("/")
+    timeout_s = float(probe.get("timeoutSeconds", 1))
     try:
-        return send_request("GET", url, timeout_s=float(probe.get("timeoutSeconds", 1)))[0] < 400
+        status = send_request("GET", f"http://{address}:{port}/{path}", timeout_s=timeout_s)[0]
     except (OSError, Unanswered):
         return False
+    # As the kubelet has it: any status from 200 to 399 is a success.
+    return status < 400
 
 
 @contextlib.contextmanager
 def _hold_device_lease(
-    execution: Execution, template: JsonMapping, node: Node, files: PodFilesystem
+    execution: Execution,
+    template: JsonMapping,
+    node: Node,
+    files: PodFilesystem,
 ) -> Iterator[None]:
-    """Hold a device lease as the sidecar of `template` does on a cluster: its group's document lies in the store."""
+    """Hold a device lease, as the sidecar of `template` does on a cluster.
+
+    Here the document of its group is in the run's store. Without a sidecar nothing is held.
+    """
     container = find_lease_sidecar(template)
     if container is None:
         yield
         return
-    wanted = parse_arguments(container["args"])
+    lease = parse_arguments(container["args"])
     store = execution.parameters["store"]
     root = store if "://" in store else str(execution.cwd / store)
-    url = f"{root}/{STORED_LEASES}/{wanted.group}"
-    group = open_lease_group(url, who=wanted.run, policy=wanted.policy, patience=wanted.patience)
+    url = f"{root}/{STORED_LEASES}/{lease.group}"
+    group = open_lease_group(url, who=lease.run, policy=lease.policy, patience=lease.patience)
     if group.read().holder:
-        execution.set_message(node, f"waits for the lease of group {wanted.group}")
-    with group.acquire(stop=execution.stopping, file=files.local_path(wanted.file)):
+        execution.set_message(node, f"waits for the lease of group {lease.group}")
+    with group.acquire(stop=execution.stopping, file=files.local_path(lease.file)):
         if node.message:
             execution.set_message(node, "")
         yield

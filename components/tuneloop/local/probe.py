@@ -1,7 +1,7 @@
 """Attack rewards and environments as a policy may; `tuneloop probe` prints what each attack gains.
 
-The attacks are data, one file a class, in ``tuneloop/rewards/attacks``. Each is a completion; for an
-environment it is a turn, and once more the argument of its tool. It gains if it scores more than
+The attacks are data, one file a class, in ``tuneloop/rewards/attacks``. Each is a completion; for
+an environment it is a turn, and once more the argument of its tool. It gains if it scores more than
 the best wrong answer, and more than guessing among the answers that it names would (`chance`).
 """
 

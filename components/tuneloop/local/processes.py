@@ -25,7 +25,7 @@ WARM = "TUNELOOP_WARM"
 
 
 class Process:
-    """A pod's main process, which leads a session and process group of its own.
+    """A pod's main process, which leads a session and a process group.
 
     Attributes:
         ended: is set once it has ended.
@@ -43,6 +43,7 @@ class Process:
         self._send({"signal": self._name, "number": number})
 
     def end(self, code: int) -> None:
+        """Record that it has ended with an exit code."""
         self.code = code
         self.ended.set()
 
@@ -81,30 +82,41 @@ class ProcessServer:
             self._channel = _connect(command)
             self._thread = threading.Thread(target=self._listen, daemon=True)
         else:
-            self._channel, theirs = socket.socketpair()
-            self._thread = threading.Thread(
-                target=self._run, args=(list(command), theirs), daemon=True
-            )
+            self._channel, server_end = socket.socketpair()
+            arguments = (list(command), server_end)
+            self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._thread.start()
 
     def start(
-        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: Path, stderr: Path
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        stdout: Path,
+        stderr: Path,
     ) -> Process:
         """Start a process; output is appended to the two files."""
         process = Process(self._send, next(self._ids))
         with self._lock:
             self._processes[process._name] = process
-        paths = {"cwd": str(cwd), "stdout": str(stdout), "stderr": str(stderr)}
-        self._send({"start": process._name, "argv": list(argv), "env": dict(env), **paths})
+        request = {
+            "start": process._name,
+            "argv": list(argv),
+            "env": dict(env),
+            "cwd": str(cwd),
+            "stdout": str(stdout),
+            "stderr": str(stderr),
+        }
+        self._send(request)
+        # The server may have ended before this process was among those that its end ends.
         if self.failure is not None:
             process.end(137)
         return process
 
     def close(self) -> None:
         """End the server and everything it started."""
-        if (
-            not self.settled.is_set() and self._server
-        ):  # still importing, it would not notice a closed channel
+        # While it imports, it would not notice a closed channel.
+        if not self.settled.is_set() and self._server:
             self._server.kill()
         with contextlib.suppress(OSError):
             # The server closes its side once all processes that it started have ended.
@@ -112,16 +124,19 @@ class ProcessServer:
         self._thread.join()
 
     def _send(self, message: JsonMapping) -> None:
-        with self._lock:
-            with contextlib.suppress(OSError):  # it is gone: _run says so
-                self._channel.sendall(json.dumps(message).encode() + b"\n")
+        """Send a message; that the server has ended is noticed by `_listen`."""
+        line = json.dumps(message).encode() + b"\n"
+        with self._lock, contextlib.suppress(OSError):
+            self._channel.sendall(line)
 
-    def _run(self, command: list[str], theirs: socket.socket) -> None:
-        with theirs:
-            descriptor = theirs.fileno()
-            # Its own parent, as it would find it, may be another by the time that it looks.
+    def _run(self, command: list[str], server_end: socket.socket) -> None:
+        """Start the server, and listen to it until it ends."""
+        with server_end:
+            descriptor = server_end.fileno()
+            # It is told who its parent is: by the time that it looks, it may have another.
+            command += [str(descriptor), str(os.getpid())]
             self._server = subprocess.Popen(
-                [*command, str(descriptor), str(os.getpid())],
+                command,
                 env=self.env,
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
@@ -130,10 +145,10 @@ class ProcessServer:
         self._listen()
 
     def _listen(self) -> None:
-        """Hear what the server says until it ends."""
+        """Read the server's messages until it ends; its processes have ended then, too."""
         with self._channel.makefile() as lines, contextlib.suppress(OSError):
             for line in lines:
-                self._hear(json.loads(line))
+                self._receive(json.loads(line))
         code = f" with exit code {self._server.wait()}" if self._server else ""
         self.failure = self.failure or f"it ended{code}"
         self.settled.set()
@@ -142,25 +157,29 @@ class ProcessServer:
         for process in orphans:
             process.end(137)
 
-    def _hear(self, message: JsonMapping) -> None:
+    def _receive(self, message: JsonMapping) -> None:
         if "ended" in message:
             with self._lock:
                 process = self._processes.pop(message["ended"])
             process.end(message["code"])
         elif "ready" in message:
-            if not is_compatible(message.get("env", self.env), self.env):
-                self.failure = f"the process of {WARM} was started with other variables that take effect at import"
-            elif "code" in message and message["code"] != [
-                sys.executable,
-                code_digest(),
-                list_packages(),
-            ]:
-                self.failure = (
-                    f"the process of {WARM} has other code, or another Python; start it again"
-                )
+            # Only a server for many runs says what it was started with.
+            self.failure = self._find_difference(message)
             self.settled.set()
         elif "failed" in message:
             self.failure = message["failed"]
+
+    def _find_difference(self, message: JsonMapping) -> str | None:
+        """Return why forks of a server would not be what fresh processes are; None: they would."""
+        if not is_compatible(message.get("env", self.env), self.env):
+            return (
+                f"the process of {WARM} was started with other variables that take effect at import"
+            )
+        if "code" in message:
+            code = [sys.executable, code_digest(), list_packages()]
+            if message["code"] != code:
+                return f"the process of {WARM} has other code, or another Python; start it again"
+        return None
 
 
 class Launcher:
@@ -172,13 +191,13 @@ class Launcher:
     """
 
     def __init__(self, env: Mapping[str, str], warm: Collection[Kind]) -> None:
-        command = [sys.executable, "-m", "tuneloop.local.warm"]
-        self._warm = {
-            kind: ProcessServer(env.get(WARM) or [*command, kind], env, ready=False)
-            for kind in warm
-        }
+        self._servers_by_kind: dict[Kind, ProcessServer] = {}
+        for kind in warm:
+            command = [sys.executable, "-m", "tuneloop.local.warm", kind]
+            server = ProcessServer(env.get(WARM) or command, env, ready=False)
+            self._servers_by_kind[kind] = server
         self._spawner = ProcessServer([sys.executable, "-S", "-E", spawn.__file__], env, ready=True)
-        self._told = False
+        self._has_warned = False
 
     def start(
         self,
@@ -189,53 +208,64 @@ class Launcher:
         stderr: Path,
         patient: bool,
     ) -> Process:
-        """Start `argv`.
+        """Start `argv`, with this interpreter where it is a Python program.
 
         Args:
             patient: it would import the heavy libraries itself, so waiting for the warm process
                 pays.
+
+        Raises RuntimeError if the process that starts pods has ended.
         """
+        argv = list(argv)
         server = self._spawner
-        warm = (
-            self._warm.get("stages")
-            if is_stage(argv)
-            else self._warm.get("server")
-            if is_server(argv)
-            else None
-        )
-        if warm and is_compatible(warm.env, env) and self._ready(warm, patient):
+        warm = self._find_warm_server(argv)
+        if warm and is_compatible(warm.env, env) and self._is_ready(warm, patient):
             server = warm
         if server is self._spawner and server.failure is not None:
             raise RuntimeError(
                 f"the process that starts pods has ended ({server.failure}); run `tuneloop resume`"
             )
         if Path(argv[0]).name in ("python", "python3"):
-            argv = [sys.executable, *argv[1:]]
+            argv[0] = sys.executable
         return server.start(argv, env, cwd, stdout, stderr)
 
     def close(self) -> None:
-        for server in (*self._warm.values(), self._spawner):
+        """End all processes that it has started."""
+        for server in self._servers_by_kind.values():
             server.close()
+        self._spawner.close()
 
-    def _ready(self, warm: ProcessServer, patient: bool) -> bool:
+    def _find_warm_server(self, argv: Sequence[str]) -> ProcessServer | None:
+        """Return the warm process that has imported what `argv` needs, if there is one."""
+        if is_stage(argv):
+            return self._servers_by_kind.get("stages")
+        if is_server(argv):
+            return self._servers_by_kind.get("server")
+        return None
+
+    def _is_ready(self, warm: ProcessServer, patient: bool) -> bool:
+        """Return whether a warm process can fork now; warn once if it never will."""
         if patient:
             warm.settled.wait()
-        if warm.failure and not self._told:
-            self._told = True
+        if warm.failure and not self._has_warned:
+            self._has_warned = True
             log.warning(
-                "stages start slowly, each imports torch afresh: no warm process: %s", warm.failure
+                "stages start slowly, each imports torch afresh: no warm process: %s",
+                warm.failure,
             )
         return warm.settled.is_set() and warm.failure is None
 
 
 def _connect(path: str) -> socket.socket:
+    """Connect to a warm process for many runs. Raises UserError if there is none of this user."""
     channel = socket.socket(socket.AF_UNIX)
     try:
-        if (
-            os.stat(path).st_uid != os.getuid()
-        ):  # it gets the environment of every stage, keys included
+        # It gets the environment of every stage, keys included.
+        if os.stat(path).st_uid != os.getuid():
             raise UserError(
-                WARM, path, "belongs to another user; choose a path in a directory of your own"
+                WARM,
+                path,
+                "belongs to another user; choose a path in a directory of your own",
             )
         channel.connect(path)
     except OSError as error:
@@ -255,10 +285,13 @@ def base_environment(extra: Mapping[str, str]) -> dict[str, str]:
     torch's threads; these wait without spinning, because a server and a stage share the cores (SFT
     beside two busy processes was seen to gain tenfold).
     """
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    quiet = {
+    environment = {
         "OMP_WAIT_POLICY": "PASSIVE",
         "OPENBLAS_NUM_THREADS": "1",
         "JE_ARROW_MALLOC_CONF": "background_thread:false",
     }
-    return {**quiet, **os.environ, "PATH": path, **extra}
+    environment.update(os.environ)
+    programs = str(Path(sys.executable).parent)
+    environment["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
+    environment.update(extra)
+    return environment

@@ -1,4 +1,8 @@
-"""Retries of a local run: policy, limit, backoff and expression, as the Argo controller reads them."""
+"""Retries of a local run: policy, limit, backoff and expression.
+
+They are read as the Argo controller 3.7 reads them (``processNodeRetries`` in
+``workflow/controller/operator.go``).
+"""
 
 import threading
 import time
@@ -16,7 +20,7 @@ from tuneloop.workflow import expressions
 from tuneloop.workflow.expression_values import ExpressionError
 from tuneloop.workflow.manifest import parse_duration
 
-FIRST: Scope = {
+FIRST_ATTEMPT: Scope = {
     "lastRetry.exitCode": "0",
     "lastRetry.status": "",
     "lastRetry.duration": "0",
@@ -24,10 +28,15 @@ FIRST: Scope = {
 }
 """The tags of the previous attempt, with the values that a first attempt reads."""
 POLICIES = {"Always": ("Failed", "Error"), "OnFailure": ("Failed",), "OnError": ("Error",)}
+"""Policy → phases after which another attempt may follow."""
 
 
 class Attempts:
-    """The attempts of a template under a retry strategy, each a node ``<name>(n)`` below `node`."""
+    """The attempts of a template under a retry strategy, each a node ``<name>(n)`` below `node`.
+
+    Attributes:
+        node: the node of type ``Retry``, whose result is that of the last attempt.
+    """
 
     def __init__(
         self,
@@ -37,13 +46,19 @@ class Attempts:
         call: Call,
         attempt: Callable[[Node, Scope], Result],
     ) -> None:
+        """Prepare the attempts.
+
+        Args:
+            strategy: the template's ``retryStrategy``; its tags are substituted.
+            attempt: runs the template as a node, with the tags of the attempt before.
+        """
         self.execution = execution
         self.node = node
         self._strategy = strategy
         self._call = call
         self._attempt = attempt
         self._number = 0
-        self._last = FIRST
+        self._last = FIRST_ATTEMPT
         self._child = node
 
     def run(self) -> Result:
@@ -63,7 +78,7 @@ class Attempts:
             name = f"{self._call.name}({self._number})"
             self._child = self.execution.create_node(
                 replace(self._call, name=name, parent=self.node.id),
-                self.execution.attempt_type(self._call.template),
+                self.execution.get_node_type(self._call.template),
             )
             self._child.inputs = self.node.inputs
             try:
@@ -96,9 +111,9 @@ class Attempts:
         pause = _pause(self._strategy.get("backoff") or {}, self._number)
         self._number += 1
         daemon = self.execution.templates[self._call.template].get("daemon")
-        message = (
-            self._announce_restart(result) if daemon else _announce(result, self._number, pause)
-        )
+        message = _announce_attempt(result, self._number, pause)
+        if daemon:
+            message = self._announce_restart(result)
         self.execution.set_message(self.node, message)
         return not self.execution.pause(pause, self.node.name)
 
@@ -109,30 +124,33 @@ class Attempts:
         # A number above the budget means that the server has answered in between, so that its
         # budget began anew.
         budget = min(BUDGET, int(self._strategy.get("limit") or BUDGET))
-        count = (
-            f"{self._number} of {budget}" if self._number <= budget else f"restart {self._number}"
-        )
+        count = f"restart {self._number}"
+        if self._number <= budget:
+            count = f"{self._number} of {budget}"
         log = self.execution.workdir / self._child.log
-        named = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log
-        return f"{died}; restarting ({count}); log: {named}"
+        if log.is_relative_to(Path.cwd()):
+            log = log.relative_to(Path.cwd())
+        return f"{died}; restarting ({count}); log: {log}"
 
 
-def _announce(result: Result, number: int, pause: float) -> str:
-    """Return the message before another attempt: the class of the last one's end, and its last
-    words.
+def _announce_attempt(result: Result, number: int, pause: float) -> str:
+    """Return the message before another attempt.
+
+    It has the class of the last attempt's end, its last words, and the pause in seconds.
     """
     end = classify_end(result.phase, result.code, result.message)
     # The message of exit code 75 names the class itself, so the code is left out.
-    reason = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ").removeprefix(
-        f"{end.name}: "
-    )
+    reason = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ")
+    reason = reason.removeprefix(f"{end.name}: ")
     return f"{end.name}: {reason}; retrying in {pause:g} s (attempt {number + 1})"
 
 
 class _RestartedDaemon:
     """A daemon that is restarted, at the same address, when it ends by itself.
 
-    `over` is set when it stays ended.
+    Attributes:
+        over: is set when it has ended and is not restarted.
+        result: how it has ended then.
     """
 
     def __init__(self, attempts: Attempts, daemon: Daemon) -> None:
@@ -145,14 +163,16 @@ class _RestartedDaemon:
         self._thread.start()
 
     def close(self) -> None:
+        """End the attempt that runs, and wait for its end; no other follows."""
         self._closing = True
-        self._attempts.execution.end_nodes(
-            [self._attempts.node.name], "nothing is left that it could serve"
-        )
+        # An attempt that is about to start must not.
+        reason = "nothing is left that it could serve"
+        self._attempts.execution.end_nodes([self._attempts.node.name], reason)
         self._daemon.close()
         self._thread.join()
 
     def _watch(self) -> None:
+        """Start the daemon again whenever it ends, until it is closed or may not be retried."""
         execution = self._attempts.execution
         node = self._attempts.node
         while True:
@@ -165,7 +185,8 @@ class _RestartedDaemon:
                 break
             self._daemon = result.daemon
             execution.set_message(node, "")
-            if self._closing:  # it was asked to end while it started
+            # It may have been asked to end while it started.
+            if self._closing:
                 self._daemon.close()
         # The daemon has succeeded once its graph is over; each attempt has its own result.
         self.result = Result("Succeeded") if self._closing else result
@@ -174,7 +195,7 @@ class _RestartedDaemon:
 
 
 def _refusal(strategy: JsonMapping, last: Scope, result: Result, number: int) -> str | None:
-    """Return why there is no further attempt; None: there is."""
+    """Return why there is no further attempt, empty where the message says it; None: there is."""
     expression = strategy.get("expression")
     policy = strategy.get("retryPolicy") or ("Always" if expression else "OnFailure")
     if result.phase not in POLICIES.get(policy, ()):
@@ -187,8 +208,6 @@ def _refusal(strategy: JsonMapping, last: Scope, result: Result, number: int) ->
 
 
 def _pause(backoff: JsonMapping, number: int) -> float:
-    """Return the seconds before attempt `number` + 2."""
-    return (
-        parse_duration(backoff.get("duration") or 0)
-        * float(int(backoff.get("factor") or 1)) ** number
-    )
+    """Return the seconds before attempt `number` + 2: the duration times a power of the factor."""
+    factor = float(int(backoff.get("factor") or 1))
+    return parse_duration(backoff.get("duration") or 0) * factor**number

@@ -23,18 +23,30 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+Message = dict[str, Any]
+"""A message of the protocol. `tuneloop.core.json_types` cannot be imported here."""
+
+# Numbers of linux/prctl.h.
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 PAUSE_S = 0.05
 """Seconds without an event after which a child is forked for the next request: right after a start,
 the fork was seen to slow down the process that has just started (8 ms)."""
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
+class Spare(NamedTuple):
+    """A child that was forked ahead, and waits at `channel` for its request."""
+
+    pid: int
+    channel: socket.socket
+
+
+def serve_requests(channel: socket.socket) -> Message | None:
     """Start and watch processes until `channel` closes.
 
     Returns:
@@ -42,75 +54,189 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
         ``"report"``. A child that sends its exit code there counts as ended, and its process group
         is killed. In the server: None, when the channel closed.
     """
-    wake, woken = os.pipe()
-    os.set_blocking(woken, False)
-    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGHUP,
-    ):  # a terminal's Ctrl-C is the executor's to handle
-        signal.signal(number, signal.SIG_IGN)
-    pids: dict[int, int] = {}  # id → pid
-    reports: dict[socket.socket, int] = {}  # where a child sends its exit code → id
-    requests: list[dict[str, Any]] = []
-    buffer = b""
-    spare, quiet = None, True
-    while True:
-        if requests and "signal" in requests[0]:
-            request = requests.pop(0)
-            if request["signal"] in pids:
-                _quietly(os.killpg, pids[request["signal"]], request["number"])
-            continue
-        if not spare and (quiet or requests):
-            spare = _fork([channel, *reports], (wake, woken))
-        if isinstance(spare, dict):
-            return spare
-        if spare and requests:
-            (pid, report), spare = spare, None
-            try:
-                report.sendall(json.dumps(request := requests[0]).encode() + b"\n")
-            except OSError:  # it was killed while it waited
+    return _Server(channel).serve()
+
+
+class _Server:
+    """The process that forks: its requests, and the children that run."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._requests: list[Message] = []
+        self._partial_line = b""
+        self._spare: Spare | None = None
+        self._pids_by_id: dict[int, int] = {}
+        # A child sends its exit code to the socket whose other end it holds.
+        self._ids_by_report: dict[socket.socket, int] = {}
+        # A signal writes to this pipe, so that `select` returns when a child ends.
+        self._wakeup_reader, self._wakeup_writer = os.pipe()
+        os.set_blocking(self._wakeup_writer, False)
+        signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
+        # A handler of Python's is needed for the signal to be written to the pipe.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # A terminal's Ctrl-C is the executor's to handle.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+
+    def serve(self) -> Message | None:
+        """Serve requests in their order; see `serve_requests`."""
+        is_idle = True
+        while True:
+            if self._requests and "signal" in self._requests[0]:
+                self._pass_signal(self._requests.pop(0))
                 continue
-            pids[request["start"]], reports[report] = pid, request["start"]
-            _send(channel, {"started": request["start"], "pid": pid})
-            del requests[0]
-            continue
-        watched: list[Any] = [channel, wake, *reports]
-        ready = select.select(watched, [], [], None if spare else PAUSE_S)[0]
-        quiet = not ready
-        for report in reports.keys() & ready:
-            name, code = reports.pop(report), _receive(report)
-            if code and name in pids:
-                _end(channel, pids, name, int(code))
-            report.close()
-        if wake in ready:
-            os.read(wake, 4096)
-            if (reaped := _reap(channel, pids)) and spare and spare[0] in reaped:
-                spare = None
-        if channel in ready:
-            data = _receive(channel)
-            if not data:
+            if not self._spare and (is_idle or self._requests):
+                request = self._fork_spare()
+                if request is not None:
+                    return request
+            if self._spare and self._requests:
+                self._hand_over(self._spare)
+                continue
+            watched: list[socket.socket | int] = [self._channel, self._wakeup_reader]
+            watched += self._ids_by_report
+            # Without a spare child, one is forked after a pause, also where a fork has failed.
+            ready = select.select(watched, [], [], None if self._spare else PAUSE_S)[0]
+            is_idle = not ready
+            for report in self._ids_by_report.keys() & ready:
+                self._read_report(report)
+            if self._wakeup_reader in ready:
+                os.read(self._wakeup_reader, 4096)
+                self._reap_children()
+            if self._channel in ready and not self._read_requests():
                 return None
-            *lines, buffer = (buffer + data).split(b"\n")
-            requests += map(json.loads, lines)
+
+    def _read_requests(self) -> bool:
+        """Read what the executor has sent; return False if it has closed the channel."""
+        data = _receive(self._channel)
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        self._requests += map(json.loads, lines)
+        return bool(data)
+
+    def _pass_signal(self, request: Message) -> None:
+        """Send a signal to the process group of a child that runs."""
+        pid = self._pids_by_id.get(request["signal"])
+        if pid is not None:
+            _call_quietly(os.killpg, pid, request["number"])
+
+    def _hand_over(self, spare: Spare) -> None:
+        """Give the first request to the spare child; the request stays if the child has ended."""
+        self._spare = None
+        request = self._requests[0]
+        try:
+            spare.channel.sendall(json.dumps(request).encode() + b"\n")
+        except OSError:
+            # It was killed while it waited.
+            return
+        self._pids_by_id[request["start"]] = spare.pid
+        self._ids_by_report[spare.channel] = request["start"]
+        _send(self._channel, {"started": request["start"], "pid": spare.pid})
+        del self._requests[0]
+
+    def _read_report(self, report: socket.socket) -> None:
+        """Read a child's exit code, or that it has closed its end without one."""
+        process_id = self._ids_by_report.pop(report)
+        code = _receive(report)
+        if code and process_id in self._pids_by_id:
+            self._end(process_id, int(code))
+        report.close()
+
+    def _reap_children(self) -> None:
+        """Take note of every child that has ended, adopted orphans included."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                if self._spare and self._spare.pid == pid:
+                    self._spare = None
+                code = os.waitstatus_to_exitcode(status)
+                # An orphan has no id: only the executor's own requests have.
+                for process_id in [i for i, child in self._pids_by_id.items() if child == pid]:
+                    self._end(process_id, code if code >= 0 else 128 - code)
+
+    def _end(self, process_id: int, code: int) -> None:
+        """End a pod with its first process, whose exit code is known, and report it."""
+        _call_quietly(os.killpg, self._pids_by_id.pop(process_id), signal.SIGKILL)
+        _send(self._channel, {"ended": process_id, "code": code})
+
+    def _fork_spare(self) -> Message | None:
+        """Fork a child that waits for its request.
+
+        Returns:
+            In the child, its request. In the server, None: the child is `_spare`, which stays None
+            if the fork has failed.
+        """
+        parent = os.getpid()
+        server_end, child_end = socket.socketpair()
+        try:
+            pid = os.fork()
+        except OSError:
+            # There are too many processes, or too little memory: the caller tries again.
+            return None
+        if pid:
+            child_end.close()
+            self._spare = Spare(pid, server_end)
+            return None
+        os.setsid()
+        die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # The server would not see that a channel closes while a child holds it open.
+        server_end.close()
+        self._channel.close()
+        for report in self._ids_by_report:
+            report.close()
+        os.close(self._wakeup_reader)
+        os.close(self._wakeup_writer)
+        return _await_request(child_end)
+
+
+def _await_request(channel: socket.socket) -> Message:
+    """Wait in a child for its request, open its output files, and return the request."""
+    line = channel.makefile("rb").readline()
+    if not line.endswith(b"\n"):
+        # The server has ended.
+        os._exit(0)
+    request: Message = json.loads(line)
+    request["report"] = channel
+    try:
+        _redirect(0, os.devnull, os.O_RDONLY)
+        for descriptor, path in ((1, request["stdout"]), (2, request["stderr"])):
+            _redirect(descriptor, path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
+        # A path below /proc is the output of another process; here it has ended.
+        if not str(error.filename).startswith("/proc/"):
+            raise
+        os._exit(128 + signal.SIGKILL)
+    return request
+
+
+def _redirect(descriptor: int, path: str, flags: int) -> None:
+    """Make `descriptor` of this process a file."""
+    file = os.open(path, flags, 0o644)
+    os.dup2(file, descriptor)
+    os.close(file)
 
 
 def end_all() -> None:
     """Send SIGKILL to everything that descends from this process."""
+    # A process may have forked after it was listed. Its child is adopted here once it is reaped, so
+    # they are listed again until none is left.
     while True:
-        for pid in _descendants(os.getpid()):
-            _quietly(os.kill, pid, signal.SIGKILL)
+        for pid in _list_descendants(os.getpid()):
+            _call_quietly(os.kill, pid, signal.SIGKILL)
         try:
-            while os.waitpid(-1, 0)[0]:
+            os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parent ends (Linux)."""
+    """Become the parent of all descendants whose parent ends (Linux)."""
     if _libc:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -127,105 +253,51 @@ def die_with_parent(parent: int | None) -> None:
 
 
 def _receive(channel: socket.socket) -> bytes:
+    """Read what has arrived; nothing if the other end has closed."""
     try:
         return channel.recv(1 << 16)
     except ConnectionResetError:
         return b""
 
 
-def _fork(
-    channels: Iterable[socket.socket], pipes: tuple[int, int]
-) -> tuple[int, socket.socket] | dict[str, Any] | None:
-    """Fork a child that waits for its request.
-
-    Returns:
-        In the child the request; in this process the child's pid and channel, or None.
-    """
-    parent = os.getpid()
-    ours, theirs = socket.socketpair()
-    try:
-        pid = os.fork()
-    except OSError:  # too many processes, or too little memory: the caller retries
-        return None
-    if pid:
-        theirs.close()
-        return pid, ours
-    os.setsid()
-    die_with_parent(parent)
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for channel in (ours, *channels):
-        channel.close()
-    for descriptor in pipes:
-        os.close(descriptor)
-    line = theirs.makefile("rb").readline()
-    if not line.endswith(b"\n"):
-        os._exit(0)  # the server has ended
-    request = {**json.loads(line), "report": theirs}
-    try:
-        for target, path in ((0, os.devnull), (1, request["stdout"]), (2, request["stderr"])):
-            flags = os.O_RDONLY if target == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            opened = os.open(path, flags, 0o644)
-            os.dup2(opened, target)
-            os.close(opened)
-    except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
-        if not str(error.filename).startswith("/proc/"):
-            raise
-        os._exit(128 + signal.SIGKILL)  # the process whose output it shares has ended
-    return request
+def _send(channel: socket.socket, message: Message) -> None:
+    _call_quietly(channel.sendall, json.dumps(message).encode() + b"\n")
 
 
-def _reap(channel: socket.socket, pids: dict[int, int]) -> set[int]:
-    """Take note of every child that has ended; return their pids."""
-    reaped: set[int] = set()
-    with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            pid, code = found[0], os.waitstatus_to_exitcode(found[1])
-            reaped.add(pid)
-            for name in [
-                name for name, known in pids.items() if known == pid
-            ]:  # others are adopted orphans
-                _end(channel, pids, name, code if code >= 0 else 128 - code)
-    return reaped
-
-
-def _end(channel: socket.socket, pids: dict[int, int], name: int, code: int) -> None:
-    """End a pod with its first process, whose exit code is known, and tell it."""
-    _quietly(os.killpg, pids.pop(name), signal.SIGKILL)
-    _send(channel, {"ended": name, "code": code})
-
-
-def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    _quietly(channel.sendall, json.dumps(message).encode() + b"\n")
-
-
-def _quietly(call: Any, *arguments: Any) -> None:
+def _call_quietly(function: Callable[..., object], *arguments: object) -> None:
     """Call a function, and ignore that the receiver of its signal or message has ended."""
     with contextlib.suppress(
-        ProcessLookupError, PermissionError, BrokenPipeError, ConnectionResetError
+        ProcessLookupError,
+        PermissionError,
+        BrokenPipeError,
+        ConnectionResetError,
     ):
-        call(*arguments)
+        function(*arguments)
 
 
-def _descendants(root: int) -> list[int]:
+def _list_descendants(root: int) -> list[int]:
+    """List the ids of all processes below `root` (Linux)."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
+            # The name in parentheses may have spaces and parentheses itself (proc(5)).
             fields = entry.read_text().rpartition(")")[2].split()
         except OSError:
+            # It has ended since.
             continue
-        children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
-    found, queue = [], [root]
+        parent = int(fields[1])
+        children.setdefault(parent, []).append(int(entry.parent.name))
+    descendants: list[int] = []
+    queue = [root]
     while queue:
         below = children.get(queue.pop(), [])
-        found += below
+        descendants += below
         queue += below
-    return found
+    return descendants
 
 
 def main() -> None:
+    """Run as a program: serve the socket whose number is the first argument, then end."""
     adopt_orphans()
     request = serve_requests(socket.socket(fileno=int(sys.argv[1])))
     if request is None:

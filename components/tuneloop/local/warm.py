@@ -1,5 +1,4 @@
-"""Stages start as forks of a process that has imported their libraries once, and a vLLM server as one
-of another.
+"""A process that has imported the libraries of stages, or of a vLLM server, and forks them.
 
 A fresh interpreter needs 5 to 15 seconds for torch and transformers; a fork needs milliseconds.
 Each stage is a process of its own all the same: own process group, environment, working directory
@@ -100,9 +99,12 @@ READ_AT_IMPORT = (
     "TRANSFORMERS_",
     "VLLM_",
 )
+"""Variables with these prefixes take effect when a library is imported.
+
+A stage that has others than the warm process cannot be its fork.
+"""
 READ_AT_START = ("PYTHON",)
-"""Variables with these prefixes take effect when a library or the interpreter starts: a stage that wants
-others than the warm process has cannot be its fork."""
+"""Variables with these prefixes take effect when the interpreter starts."""
 
 
 def is_stage(argv: Sequence[str]) -> bool:
@@ -127,7 +129,7 @@ def _program(argv: Sequence[str]) -> str:
 
 
 def is_compatible(ours: Mapping[str, str], theirs: Mapping[str, str]) -> bool:
-    """Return whether a process with environment `theirs` may be a fork of one started with `ours`."""
+    """Return whether a process with environment `theirs` may be a fork of one with `ours`."""
     return _select_variables(ours) == _select_variables(theirs)
 
 
@@ -206,6 +208,7 @@ def _import_libraries(kind: str, modules: Sequence[str]) -> None:
 
 
 def _send(channel: socket.socket, message: JsonObject) -> None:
+    """Send a message as a line."""
     channel.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -237,13 +240,16 @@ def _connection(listener: socket.socket) -> socket.socket:
 
 
 def _become(
-    argv: Sequence[str], env: Mapping[str, str], cwd: str, report: socket.socket
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    report: socket.socket,
 ) -> NoReturn:
     """Go on as ``python -m module arguments``, and end."""
 
     def report_code(code: int) -> None:
-        # The next stage begins after this, and may need a whole GPU, whose memory is freed only when
-        # a process is gone.
+        # The next stage begins after this, and may need a whole GPU. Its memory is freed only when
+        # a process has ended, so one that has used the GPU reports nothing.
         torch = sys.modules.get("torch")
         if not torch or not torch.cuda.is_initialized():
             with contextlib.suppress(OSError):
@@ -256,8 +262,9 @@ def _become(
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     atexit._clear()
-    for handler in (logging.shutdown, weakref.finalize._exitfunc, util._exit_function):  # type: ignore[attr-defined]
-        atexit.register(handler)
+    atexit.register(logging.shutdown)
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    atexit.register(util._exit_function)  # type: ignore[attr-defined]
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

@@ -20,7 +20,7 @@ from tests.unit.local.making import Template, dag, given, named, run, shell, tas
 from tests.waiting import LIMIT_S, free_port, until
 from tuneloop.core.errors import UserError
 from tuneloop.local import journal
-from tuneloop.local.executor import _kinds
+from tuneloop.local.executor import _list_warm_kinds
 from tuneloop.local.processes import WARM, Launcher, Process, base_environment
 from tuneloop.local.warm import is_compatible, is_server, is_stage
 
@@ -569,7 +569,9 @@ def test_which_commands_can_be_forks_of_which_process(argv: list[str], kinds: li
     ] == kinds
     container = {"image": "none", "command": argv[:3], "args": argv[3:]}
     assert (
-        _kinds([{"name": "other", "dag": {"tasks": []}}, {"name": "it", "container": container}])
+        _list_warm_kinds(
+            [{"name": "other", "dag": {"tasks": []}}, {"name": "it", "container": container}]
+        )
         == kinds
     )
 
@@ -595,3 +597,29 @@ def test_the_last_line_of_a_log_is_no_reason_of_a_program_that_was_asked_to_end(
     says = shell("ends", 'echo why > "$TUNELOOP_TERMINATION_LOG"; exit 2')
     assert "why" in named(run(tmp_path, says, dag(task("t", "ends"))))["t"].message
     assert named(run(tmp_path, fails, dag(task("t", "ends"))))["t"].message == "exit code 1"
+
+
+def test_the_end_reaches_a_process_that_was_forked_after_all_were_listed() -> None:
+    program = """
+        import subprocess
+        from tuneloop.local import spawn
+        spawn.adopt_orphans()
+        child = subprocess.Popen(
+            ["sh", "-c", "read line; sleep 1000 & echo $!; wait"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        list_descendants = spawn._list_descendants
+        def list_before_the_fork(root):
+            pids = list_descendants(root)
+            if not child.stdin.closed:
+                child.stdin.write("go\\n")
+                child.stdin.close()
+                assert int(child.stdout.readline()) not in pids
+            return pids
+        spawn._list_descendants = list_before_the_fork
+        spawn.end_all()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    assert subprocess.run(command, timeout=LIMIT_S).returncode == 0
