@@ -1,4 +1,6 @@
-"""The policy to start from: a Hugging Face model, or a tiny one made here with a tokenizer for the prompts."""
+"""The policy to start from: a Hugging Face model, or a tiny one made here with a tokenizer for the
+prompts.
+"""
 
 import datetime
 import hashlib
@@ -44,13 +46,16 @@ PAD = "<|endoftext|>"
 EOS = "<|im_end|>"
 START = "<|im_start|>"
 CHATML = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
 
 def template_digest(params: Any) -> dict[str, str]:
-    """Return the SHA-256 of the chat template's file, to identify its contents; empty if there is none."""
+    """Return the SHA-256 of the chat template's file, to identify its contents; empty if there is
+    none.
+    """
     if params.chat_template is None:
         return {}
     try:
@@ -73,6 +78,68 @@ def check_date(text: str | None) -> str | None:
     return text
 
 
+ModelName = Annotated[
+    str,
+    Field(
+        description="tiny-qwen3, tiny-llama, a directory of a model or of adapters, or a hub "
+        "name, as hf://owner/name@revision"
+    ),
+]
+Revision = Annotated[str | None, Field(description="branch, tag or commit on the hub")]
+AdapterBase = Annotated[
+    str | None,
+    Field(
+        description="model under adapters (peft) that `model` names: a directory or a hub "
+        "name; none: as their adapter_config.json says"
+    ),
+]
+TrustRemoteCode = Annotated[bool, Field(description="run Python code that the model brings")]
+ChatTemplate = Annotated[
+    str | None,
+    Field(description="file with the chat template to use; none: the model's own"),
+]
+TemplateArgs = Annotated[
+    JsonObject,
+    Field(description="arguments of the chat template, such as enable_thinking, for every stage"),
+]
+TemplateDate = Annotated[
+    str | None,
+    BeforeValidator(write_day),
+    AfterValidator(check_date),
+    Field(
+        description="day that a chat template shows as today, YYYY-MM-DD; none: the day on "
+        "which the base model is written"
+    ),
+]
+VocabSize = Annotated[int, Field(ge=260, description="maximum vocabulary of a tiny model")]
+ContextLength = Annotated[int, Field(ge=16, description="context length of a tiny model")]
+SaveDtype = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"],
+    Field(description="dtype of the saved weights; auto: the model's own"),
+]
+PublishWeights = Annotated[
+    bool, Field(description="false: replicas have them", json_schema_extra=UNTRACKED)
+]
+WeightEncoding = Annotated[Encoding, Field(description="of deltas", json_schema_extra=UNTRACKED)]
+CompletionTokens = Annotated[
+    dict[str, int],
+    Field(
+        description=(
+            "split of prompts → tokens of a completion: check that its prompts leave this room"
+        ),
+        json_schema_extra=UNTRACKED,
+    ),
+]
+EngineContext = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        description="context of the engine that will sample; none: the model's",
+        json_schema_extra=UNTRACKED,
+    ),
+]
+
+
 @component(
     "checkpoint",
     image="trainer",
@@ -84,84 +151,31 @@ def base_model(
     stage: Stage,
     prompts: OptionalInput,
     *,
-    model: Annotated[
-        str,
-        Field(
-            description="tiny-qwen3, tiny-llama, a directory of a model or of adapters, or a hub "
-            "name, as hf://owner/name@revision"
-        ),
-    ] = "tiny-qwen3",
-    revision: Annotated[str | None, Field(description="branch, tag or commit on the hub")] = None,
-    adapter_base: Annotated[
-        str | None,
-        Field(
-            description="model under adapters (peft) that `model` names: a directory or a hub "
-            "name; none: as their adapter_config.json says"
-        ),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, Field(description="run Python code that the model brings")
-    ] = False,
-    chat_template: Annotated[
-        str | None,
-        Field(description="file with the chat template to use; none: the model's own"),
-    ] = None,
-    template_args: Annotated[
-        dict[str, Any],
-        Field(
-            description="arguments of the chat template, such as enable_thinking, for every stage"
-        ),
-    ] = {},  # noqa: B006
-    template_date: Annotated[
-        str | None,
-        BeforeValidator(write_day),
-        AfterValidator(check_date),
-        Field(
-            description="day that a chat template shows as today, YYYY-MM-DD; none: the day on "
-            "which the base model is written"
-        ),
-    ] = None,
-    vocab_size: Annotated[
-        int, Field(ge=260, description="maximum vocabulary of a tiny model")
-    ] = 512,
-    max_position_embeddings: Annotated[
-        int, Field(ge=16, description="context length of a tiny model")
-    ] = 1024,
-    save_dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"],
-        Field(description="dtype of the saved weights; auto: the model's own"),
-    ] = "auto",
+    model: ModelName = "tiny-qwen3",
+    revision: Revision = None,
+    adapter_base: AdapterBase = None,
+    trust_remote_code: TrustRemoteCode = False,
+    chat_template: ChatTemplate = None,
+    template_args: TemplateArgs = {},  # noqa: B006
+    template_date: TemplateDate = None,
+    vocab_size: VocabSize = 512,
+    max_position_embeddings: ContextLength = 1024,
+    save_dtype: SaveDtype = "auto",
     weights: Weights = None,
-    publish_weights: Annotated[
-        bool, Field(description="false: replicas have them", json_schema_extra=UNTRACKED)
-    ] = True,
-    weight_encoding: Annotated[
-        Encoding, Field(description="of deltas", json_schema_extra=UNTRACKED)
-    ] = "gap8-xor",
-    completion_tokens: Annotated[
-        dict[str, int],
-        Field(
-            description="split of prompts → tokens of a completion: check that its prompts leave this room",
-            json_schema_extra=UNTRACKED,
-        ),
-    ] = {},  # noqa: B006
-    engine_context: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="context of the engine that will sample; none: the model's",
-            json_schema_extra=UNTRACKED,
-        ),
-    ] = None,
+    publish_weights: PublishWeights = True,
+    weight_encoding: WeightEncoding = "gap8-xor",
+    completion_tokens: CompletionTokens = {},  # noqa: B006
+    engine_context: EngineContext = None,
     seed: int = 0,
 ) -> Results:
     """Write version 0 of the policy: weights, configuration, tokenizer and canary.
 
-    Tiny models have about 0.8 million parameters, random from the seed, and a byte-level BPE tokenizer trained on
-    the text of the prompts (never the held-out ones), in which every digit is a token of its own.
+    Tiny models have about 0.8 million parameters, random from the seed, and a byte-level BPE
+    tokenizer trained on the text of the prompts (never the held-out ones), in which every digit is
+    a token of its own.
 
-    With `completion_tokens` every prompt is rendered and counted, before anything is trained: ``facts.prompts`` has
-    the longest, and how many leave too little room (``data.too_long``).
+    With `completion_tokens` every prompt is rendered and counted, before anything is trained:
+    ``facts.prompts`` has the longest, and how many leave too little room (``data.too_long``).
 
     Raises:
         UserError: a prompt that the chat template cannot render, or more that are too long than may
@@ -171,17 +185,16 @@ def base_model(
         Retryable: the hub does not answer.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    target = stage.out / "model"
     pretrained: Pretrained | None = None
     with stage.timed("load"):
         if model in TINY:
-            tokenizer = train_tokenizer(_text(prompts, model), vocab_size, max_position_embeddings)
+            texts = _iterate_texts(prompts, model)
+            tokenizer = train_tokenizer(texts, vocab_size, max_position_embeddings)
             torch.manual_seed(stage.seed("init"))
-            policy = _tiny(model, tokenizer, max_position_embeddings)
+            policy = _make_tiny_model(model, tokenizer, max_position_embeddings)
         else:
             pretrained = load_pretrained(model, revision, trust_remote_code, adapter_base)
             note_adapter(stage, pretrained)
@@ -198,28 +211,32 @@ def base_model(
     dtype = str(policy.dtype).removeprefix("torch.") if save_dtype == "auto" else save_dtype
     with stage.timed("save"):
         write_model(stage, policy.to(getattr(torch, dtype)), tokenizer, pretrained)
+        # Without these the model would be in memory twice when it is opened again.
         pretrained = None
         del policy
     with stage.timed("canary"):
-        # From the files, as engines will have it: a cast in memory rounds more than the weights.
-        policy = AutoModelForCausalLM.from_pretrained(
-            target, dtype="auto", trust_remote_code=trust_remote_code
-        )
+        policy = reopen_model(stage, trust_remote_code)
         # Rows of the embeddings that only pad them are never served.
         vocabulary = min(len(tokenizer), policy.config.get_text_config().vocab_size)
-        length = min(LENGTH, get_context(policy.config) - 1)
-        texts = _text(prompts, model) if prompts else ()
-        ids, origin = encode_text(tokenizer, texts, vocabulary, length)
-        make_canary(policy, ids, origin).write(stage.out / FILE)
-    parameters = sum(p.numel() for p in policy.parameters())
-    stage.facts.update(version=0, model=model, parameters=parameters, save_dtype=dtype)
-    stage.facts.update(architecture=policy.config.architectures[0], vocab_size=vocabulary)
+        canary_texts = _iterate_texts(prompts, model) if prompts else iter(())
+        write_canary(stage, policy, tokenizer, canary_texts, vocabulary)
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    stage.facts.update(
+        version=0,
+        model=model,
+        parameters=parameters,
+        save_dtype=dtype,
+        architecture=policy.config.architectures[0],
+        vocab_size=vocabulary,
+    )
     stage.log(f"{model}: {parameters:,} parameters, vocabulary {vocabulary}")
     return {"parameters": parameters}
 
 
 def write_model(stage: Stage, policy: Any, tokenizer: Any, pretrained: Pretrained | None) -> None:
-    """Write a model and its tokenizer to ``model/``, with what lay beside a pretrained one, in files as large."""
+    """Write a model and its tokenizer to ``model/``, with what lay beside a pretrained one, in
+    files as large.
+    """
     target = stage.out / "model"
     shard_bytes = DEFAULT_SHARD_BYTES
     if pretrained:
@@ -230,6 +247,31 @@ def write_model(stage: Stage, policy: Any, tokenizer: Any, pretrained: Pretraine
     if pretrained:
         copy_companions(pretrained.directory, target)
         note_surplus_tokens(stage, pretrained)
+
+
+def reopen_model(stage: Stage, trust_remote_code: bool) -> Any:
+    """Open the model that was written, as engines will.
+
+    A cast in memory rounds more than the weights, so that the policy in memory may differ.
+    """
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        stage.out / "model", dtype="auto", trust_remote_code=trust_remote_code
+    )
+
+
+def write_canary(
+    stage: Stage,
+    policy: Any,
+    tokenizer: Any,
+    texts: Iterator[str],
+    vocabulary: int,
+) -> None:
+    """Write the canary of a model over the tokens of `texts`, whose ids are below `vocabulary`."""
+    length = min(LENGTH, get_context(policy.config) - 1)
+    ids, origin = encode_text(tokenizer, texts, vocabulary, length)
+    make_canary(policy, ids, origin).write(stage.out / FILE)
 
 
 def note_adapter(stage: Stage, pretrained: Pretrained) -> None:
@@ -243,8 +285,10 @@ def note_adapter(stage: Stage, pretrained: Pretrained) -> None:
 
 
 def note_surplus_tokens(stage: Stage, pretrained: Pretrained) -> None:
-    """Record and say which tokens the model has no embeddings for. Rows with one of them are refused where they are
-    read."""
+    """Record and say which tokens the model has no embeddings for.
+
+    Rows with one of them are refused where they are read.
+    """
     tokens = pretrained.surplus_tokens
     if not tokens:
         return
@@ -268,23 +312,30 @@ def get_context(config: Any) -> int:
 
 
 def set_turn_end(stage: Stage, policy: Any, tokenizer: Any) -> None:
-    """Let generation stop at the token with which the chat template ends a turn, if it does not do so already."""
+    """Let generation stop at the token with which the chat template ends a turn, if it does not do
+    so already.
+    """
     config = policy.generation_config
-    stops = config.eos_token_id
-    listed = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
-    end = find_turn_end(tokenizer, {tokenizer.eos_token_id, *listed})
+    # A configuration has no token, one, or a list of them.
+    stops: list[int] = []
+    if isinstance(config.eos_token_id, int):
+        stops.append(config.eos_token_id)
+    elif config.eos_token_id is not None:
+        stops += config.eos_token_id
+    end = find_turn_end(tokenizer, {tokenizer.eos_token_id} | set(stops))
     if end is None:
         return
-    config.eos_token_id = [*(listed or [tokenizer.eos_token_id]), end]
+    config.eos_token_id = (stops or [tokenizer.eos_token_id]) + [end]
     token = tokenizer.convert_ids_to_tokens(end)
     stage.log(f"the chat template ends turns with {token}: generation stops at it, too")
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
-    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens; equal texts give equal files.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens; equal texts give equal
+    files.
 
-    It can spell any text (all 256 bytes are in it), has ``<|im_end|>`` as the end of sequence, ``<|endoftext|>`` for
-    padding, and ChatML as its chat template.
+    It can spell any text (all 256 bytes are in it), has ``<|im_end|>`` as the end of sequence,
+    ``<|endoftext|>`` for padding, and ChatML as its chat template.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -316,8 +367,10 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
     return tokenizer
 
 
-def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
-    """Yield the text to train a tokenizer on: training prompts and answers, demonstrations, the contents of chats."""
+def _iterate_texts(prompts: Artifact | None, model: str) -> Iterator[str]:
+    """Yield the text to train a tokenizer on: training prompts and answers, demonstrations, the
+    contents of chats.
+    """
     if prompts is None:
         raise UserError(
             "--prompts", None, f"is required for {model}: its tokenizer is trained on their text"
@@ -333,7 +386,7 @@ def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
             yield from (text for text in texts if isinstance(text, str))
 
 
-def _tiny(name: str, tokenizer: Any, context: int) -> Any:
+def _make_tiny_model(name: str, tokenizer: Any, context: int) -> Any:
     """Make a tiny model of random weights for a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 

@@ -1,8 +1,9 @@
-"""Serve an exported model by a Deployment, if its evaluation passes, and roll back if the model does not answer.
+"""Serve an exported model by a Deployment, if its evaluation passes, and roll back if the model
+does not answer.
 
 The Deployment's containers take the model from ``$MODEL`` and serve it under its reference, too
-(``manifests/components/model-server``). An annotation, written together with the model, names the previous model. So
-after a kill at any point the next attempt knows where to continue.
+(``manifests/components/model-server``). An annotation, written together with the model, names the
+previous model. So after a kill at any point the next attempt knows where to continue.
 """
 
 import json
@@ -23,11 +24,14 @@ from tuneloop.core.json_types import JsonObject
 from tuneloop.kube.connection import NAMESPACE, Connection, connect_to_cluster, ignore_refusals
 
 PROMOTION = "tuneloop.dev/promotion"
-"""Annotation of a Deployment, as JSON: its `model`, the model's `mean_reward`, whether the model was `proved` to
-answer, and the same fields of the `former` model."""
+"""Annotation of a Deployment, as JSON: its `model`, the model's `mean_reward`, whether the model
+was `proved` to answer, and the same fields of the `former` model.
+"""
 MODEL = "MODEL"
 PROBE_S = 60.0
-"""Seconds within which ready pods must answer: until then, a Service may still route to the previous pods."""
+"""Seconds within which ready pods must answer: until then, a Service may still route to the
+previous pods.
+"""
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 """The file with the namespace of a pod, if its account's token is mounted."""
 Promotion = JsonObject
@@ -56,9 +60,11 @@ def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployO
     """Make a Deployment serve an exported model, and verify by a request that it does; else restore the former model.
 
     Raises:
-        NotPromoted: the model's mean reward is too low; or its pods did not become ready or do not answer with it, and
-            the former model is served again; or another run has replaced it meanwhile.
-        UserError: `metrics` are of another policy; there is no such Deployment, or the account may not change it.
+        NotPromoted: the model's mean reward is too low; or its pods did not become ready or do not
+            answer with it, and the former model is served again; or another run has replaced it
+            meanwhile.
+        UserError: `metrics` are of another policy; there is no such Deployment, or the account may
+            not change it.
     """
     is_same_policy = find_policy_digest(metrics) == find_policy_digest(model)
     if "mean_reward" not in metrics.manifest.scalars or not is_same_policy:
@@ -125,7 +131,8 @@ def begin_promotion(
 
 
 def end_promotion(current: Promotion, model: str, deployment: str, *, failed: bool) -> Promotion:
-    """Return the `current` promotion as proved, or that of the former model, if the model has `failed`.
+    """Return the `current` promotion as proved, or that of the former model, if the model has
+    `failed`.
 
     Raises:
         NotPromoted: another run has replaced the model meanwhile.
@@ -172,7 +179,9 @@ class Server:
         return deployment, {"model": model}
 
     def change(self, decide: Callable[[Promotion], Promotion]) -> Promotion:
-        """Change the promotion to what `decide` returns for it, and return that; retry after a concurrent change."""
+        """Change the promotion to what `decide` returns for it, and return that; retry after a
+        concurrent change.
+        """
         while True:
             deployment, current = self.read()
             promotion = decide(current)
@@ -186,7 +195,9 @@ class Server:
                 return promotion
 
     def find_unready(self) -> str:
-        """Return what is wrong unless all of its pods have the newest template and are ready; else an empty text."""
+        """Return what is wrong unless all of its pods have the newest template and are ready; else
+        an empty text.
+        """
         deployment, _ = self.read()
         status = deployment.get("status", {})
         replicas = deployment["spec"].get("replicas", 1)
@@ -229,7 +240,9 @@ def build_patch(deployment: JsonObject, promotion: Promotion) -> JsonObject:
 
 
 def wait_until_right(stage: Stage, find_problem: Callable[[], str], seconds: float) -> str:
-    """Call `find_problem` every second until nothing is wrong; return what is still wrong after `seconds`."""
+    """Call `find_problem` every second until nothing is wrong; return what is still wrong after
+    `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while (problem := find_problem()) and time.monotonic() < deadline:
         stage.check_stop()
@@ -238,7 +251,9 @@ def wait_until_right(stage: Stage, find_problem: Callable[[], str], seconds: flo
 
 
 def ask_model(url: str, name: str, prompt: str) -> str:
-    """Request a completion by a model from a server of OpenAI's API; return what is wrong with the answer."""
+    """Request a completion by a model from a server of OpenAI's API; return what is wrong with the
+    answer.
+    """
     try:
         _, listing = send_request("GET", f"{url}/v1/models", timeout_s=PROBE_S)
         names = [model["id"] for model in json.loads(listing)["data"]]

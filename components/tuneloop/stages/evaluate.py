@@ -48,15 +48,16 @@ class EvaluateOptions(SamplingOptions):
 def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOptions) -> Results:
     """Generate one completion for each of the first `limit` held-out prompts, and score it by the prompt's rewards.
 
-    Prompts that leave too little room for a completion are skipped, and others take their place (``data.too_long``).
-    The mean is over what could be scored; ``facts.outcomes`` counts the rest by kind. Where these are
-    more than the budget, the stage ends without a mean. Data without
+    Prompts that leave too little room for a completion are skipped, and others take their place
+    (``data.too_long``). The mean is over what could be scored; ``facts.outcomes`` counts the rest
+    by kind. Where these are more than the budget, the stage ends without a mean. Data without
     held-out prompts has nothing to score: then the prompts of held-out demonstrations are completed
     for people to read, and there is no mean.
 
     Raises:
         UserError, StaleWeights: as `rollout`.
-        UserError: more completions than the budget have no score, and not because of timeouts or crashes.
+        UserError: more completions than the budget have no score, and not because of timeouts or
+            crashes.
         Retryable: as `rollout`, or more than the budget have no score because of these.
     """
     if is_prompts(prompts) and not has_rows(prompts, "eval.parquet"):

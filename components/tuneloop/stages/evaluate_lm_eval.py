@@ -1,4 +1,6 @@
-"""Measure a policy by tasks of lm-eval, EleutherAI's Language Model Evaluation Harness, which runs as it is."""
+"""Measure a policy by tasks of lm-eval, EleutherAI's Language Model Evaluation Harness, which runs
+as it is.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,9 +84,11 @@ def hash_task_files(params: Any) -> JsonObject:
 def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> Results:
     """Run lm-eval's tasks on a checkpoint, with their own prompts and metrics, and lm-eval's own seeds.
 
-    `score` is the mean of one metric of each task; a group with metrics of its own counts as one task. A server proves
-    by the canary that it has this checkpoint. Raises UserError if lm-eval is not installed or refuses a task, metric or
-    argument, or a server refuses or has another model. Raises Unavailable if server or hub do not answer."""
+    `score` is the mean of one metric of each task; a group with metrics of its own counts as one
+    task. A server proves by the canary that it has this checkpoint. Raises UserError if lm-eval is
+    not installed or refuses a task, metric or argument, or a server refuses or has another model.
+    Raises Unavailable if server or hub do not answer.
+    """
     if options.endpoint and options.engine != "endpoint":
         raise UserError("--endpoint", options.endpoint, "is for --engine endpoint")
     if find_spec("lm_eval") is None:
@@ -139,7 +143,8 @@ def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> 
 
 
 def load_tasks(options: LmEvalOptions) -> tuple[Any, JsonObject]:
-    """Load the tasks, and check that each has the metric that is wanted, before the model is loaded.
+    """Load the tasks, and check that each has the metric that is wanted, before the model is
+    loaded.
 
     Returns:
         lm-eval's task manager, and what it has loaded.
@@ -267,7 +272,9 @@ def prove_server(model: Any, policy: Artifact, tolerance: float | None) -> dict[
 
 @contextmanager
 def name_errors(field: str, value: object, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into Unavailable if a service does not answer, and else into UserError."""
+    """Turn errors of these kinds into Unavailable if a service does not answer, and else into
+    UserError.
+    """
     try:
         yield
     except kinds as error:

@@ -1,4 +1,6 @@
-"""Take a policy out: a plain Hugging Face directory that transformers and vLLM load, adapters as peft's, and GGUF."""
+"""Take a policy out: a plain Hugging Face directory that transformers and vLLM load, adapters as
+peft's, and GGUF.
+"""
 
 import re
 import shutil
@@ -23,10 +25,12 @@ from tuneloop.weights.layout import preallocate_safetensors, read_header, write_
 def export(stage: Stage, policy: Input, *, adapter: bool = False, gguf: bool = False) -> Results:
     """Copy a checkpoint's ``model/`` out: the artifact's files are the model directory, nothing around it.
 
-    With `adapter` a folder ``adapter/`` has the LoRA adapters alone, with `gguf` ``model.gguf`` all, for llama.cpp.
+    With `adapter` a folder ``adapter/`` has the LoRA adapters alone, with `gguf` ``model.gguf``
+    all, for llama.cpp.
 
     Raises:
-        UserError: `policy` is not a checkpoint, has no adapters where they are wanted, or GGUF has no place for it.
+        UserError: `policy` is not a checkpoint, has no adapters where they are wanted, or GGUF has
+            no place for it.
     """
     if "model/config.json" not in policy.manifest.files:
         raise UserError("--policy", policy.url, "holds no model/config.json; give it a checkpoint")
@@ -118,7 +122,9 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def find_hub_name(base: Artifact) -> tuple[str | None, str | None]:
-    """Return the hub's name of a base model and its revision; None where it is not known to be there."""
+    """Return the hub's name of a base model and its revision; None where it is not known to be
+    there.
+    """
     name = str(base.manifest.params.get("model"))
     # A name without the scheme may have been that of a folder.
     if not name.startswith("hf://"):

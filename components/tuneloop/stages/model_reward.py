@@ -34,8 +34,9 @@ def model_reward(
 ) -> Results:
     """Score the very tokens that were sampled with a reward model, which must have the policy's tokenizer.
 
-    Rollouts without scores get the model's; to scores of `reward` it adds ``weight * score``, and a rollout that
-    `reward` left without a score keeps none. ``breakdown`` holds the model's own score as ``model``.
+    Rollouts without scores get the model's; to scores of `reward` it adds ``weight * score``, and a
+    rollout that `reward` left without a score keeps none. ``breakdown`` holds the model's own score
+    as ``model``.
 
     Raises:
         UserError: no rollouts, or tokens that the model does not know.

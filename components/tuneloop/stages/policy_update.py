@@ -141,26 +141,29 @@ def policy_update(
 ) -> Results:
     """Take policy gradient steps on scored rollouts; docs/training.md has the algorithms and their options.
 
-    Only rollouts with the outcome ``score`` count: in baselines, in the loss and in its mean. A rollout without an
-    advantage has no gradient: it counts in the mean, but does not go through the model (unless `beta` is set).
-    If no rollout has an advantage, no step is taken and the next version has the same parameters (``facts.skipped``).
-    If the rollouts have ``facts.groups``, only the first `wanted` groups whose scores differ are used, and the stage's
-    own ``facts.groups`` and metrics count the others. If there are fewer such groups, all are used, with at most one
-    step for each.
+    Only rollouts with the outcome ``score`` count: in baselines, in the loss and in its mean. A
+    rollout without an advantage has no gradient: it counts in the mean, but does not go through the
+    model (unless `beta` is set). If no rollout has an advantage, no step is taken and the next
+    version has the same parameters (``facts.skipped``). If the rollouts have ``facts.groups``, only
+    the first `wanted` groups whose scores differ are used, and the stage's own ``facts.groups`` and
+    metrics count the others. If there are fewer such groups, all are used, with at most one step
+    for each.
 
-    The optimizer continues from the checkpoint's state if `policy_update` wrote that with the same betas;
-    after `sft` or `base_model` it starts fresh, and so does the warm-up.
+    The optimizer continues from the checkpoint's state if `policy_update` wrote that with the same
+    betas; after `sft` or `base_model` it starts fresh, and so does the warm-up.
 
-    That state is committed separately, after the checkpoint, while later stages of the same process run; the next
-    update waits for it. With `state_every` above 1 it is written only in iterations that `state_every` divides. Between
-    these it is kept in memory, and a process that does not have it repeats the updates since the last write, from the
-    committed rewards (`notes.replayed`). It is not written when a pod ends, or on SIGTERM: pods end after multiples of
-    a number `loop.iterations_per_pod`, so give `state_every` the same number; if a pod ends at another time, the
-    updates are replayed.
+    That state is committed separately, after the checkpoint, while later stages of the same process
+    run; the next update waits for it. With `state_every` above 1 it is written only in iterations
+    that `state_every` divides. Between these it is kept in memory, and a process that does not have
+    it repeats the updates since the last write, from the committed rewards (`notes.replayed`). It
+    is not written when a pod ends, or on SIGTERM: pods end after multiples of a number
+    `loop.iterations_per_pod`, so give `state_every` the same number; if a pod ends at another time,
+    the updates are replayed.
 
     Raises:
-        UserError: the rollouts are of another policy, older than `max_staleness` allows, or sampled at temperature 0;
-            a column is missing; `beta` is set without a reference; updates cannot be repeated to the same bits.
+        UserError: the rollouts are of another policy, older than `max_staleness` allows, or sampled
+            at temperature 0; a column is missing; `beta` is set without a reference; updates cannot
+            be repeated to the same bits.
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
     ranks = checkpoint.open_ranks(stage, options)
@@ -308,7 +311,9 @@ def open_trainer(
 def new_trainer(
     stage: Stage, base: Artifact, ranks: Ranks, options: PolicyUpdateOptions
 ) -> Trainer:
-    """Make a trainer of the model in `base`; its masters and the optimizer's state are still to be set."""
+    """Make a trainer of the model in `base`; its masters and the optimizer's state are still to be
+    set.
+    """
     from tuneloop.training.fsdp.trainer import Trainer
 
     return epochs.new_trainer(stage, Trainer, base, ranks, options)
@@ -435,7 +440,8 @@ def take_steps(
 
     Args:
         updates: mini-batches.
-        watch: measure the communication of the last step; done once in a loop, as profiling is slow.
+        watch: measure the communication of the last step; done once in a loop, as profiling is
+            slow.
     """
     losses: list[float] = []
     with stage.timed("train"):
@@ -458,7 +464,9 @@ def take_steps(
 def open_reference_policy(
     reference: Artifact, trainer: Trainer, options: PolicyUpdateOptions
 ) -> Iterator[Policy]:
-    """Open the reference for scoring: another model, or the trainer's own without adapters, if only these differ."""
+    """Open the reference for scoring: another model, or the trainer's own without adapters, if only
+    these differ.
+    """
     from tuneloop.training.fsdp.policy import Policy
 
     if trainer.lora and trainer.base.manifest.digest == reference.manifest.digest:

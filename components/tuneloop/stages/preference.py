@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.trainer import Trainer
 
 Reference = Mapping[str, np.ndarray]
-"""``chosen``, ``rejected``, and for KTO ``chosen_kl``, ``rejected_kl``: each float64 of the shape ``[pairs]``."""
+"""``chosen``, ``rejected``, and for KTO ``chosen_kl``, ``rejected_kl``: each float64 of the shape
+``[pairs]``.
+"""
 
 METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 """Metrics that are summed over the pairs of all ranks, under TRL's names."""
@@ -63,8 +65,9 @@ def preference(
 ) -> Results:
     """Take steps on pairs, against the reference's log-probabilities that `reference_logprobs` made.
 
-    `accuracy`, before in ``facts.accuracy_before``, is the share of held-out pairs (``preference_eval``) of which the
-    policy finds the chosen completion likelier than the rejected one; without any, of the training pairs.
+    `accuracy`, before in ``facts.accuracy_before``, is the share of held-out pairs
+    (``preference_eval``) of which the policy finds the chosen completion likelier than the rejected
+    one; without any, of the training pairs.
 
     Raises:
         UserError: no pairs, one that is too long, or log-probabilities of other tokens.
@@ -110,7 +113,10 @@ def preference(
 
 
 def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: bool) -> Reference:
-    """Read the reference's log-probabilities of `pairs`, in order. Raises UserError: of others, or none for KTO."""
+    """Read the reference's log-probabilities of `pairs`, in order.
+
+    Raises UserError: of others, or none for KTO.
+    """
     file = logprobs.part(f"{split}.parquet", "--logprobs", "give it what reference_logprobs made")
     table = pq.read_table(file).combine_chunks()
     rows = table.take(pc.index_in(pairs.ids, table["id"]))
@@ -188,7 +194,9 @@ class Learner:
         return metrics
 
     def _divergence(self, indices: Sequence[int]) -> float:
-        """Compute the mean log-ratio over mismatched completions of this step, at least 0, without gradient."""
+        """Compute the mean log-ratio over mismatched completions of this step, at least 0, without
+        gradient.
+        """
         if not self.mismatched:
             return 0.0
         documents = [self.mismatched[index] for i in indices for index in (2 * i, 2 * i + 1)]

@@ -1,4 +1,6 @@
-"""Log-probabilities of pairs under the reference policy, once for all epochs and all runs over the same data."""
+"""Log-probabilities of pairs under the reference policy, once for all epochs and all runs over the
+same data.
+"""
 
 from typing import Annotated, ClassVar
 

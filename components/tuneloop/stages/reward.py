@@ -55,15 +55,16 @@ def reward(
 ) -> Results:
     """Score every rollout; one that could not be judged gets an outcome without a score, never a score of zero.
 
-    ``facts.reward`` holds `mean` and `std` (population) over the scores, `solved` (share of scores that are full
-    marks), `outcomes` (counts), `breakdown` (mean of each reward before weighting) and `zero_variance` (share of
-    groups whose scores are all equal: they teach nothing).
+    ``facts.reward`` holds `mean` and `std` (population) over the scores, `solved` (share of scores
+    that are full marks), `outcomes` (counts), `breakdown` (mean of each reward before weighting)
+    and `zero_variance` (share of groups whose scores are all equal: they teach nothing).
 
     Raises:
-        Retryable: there are more failures than the budget, but not without timeouts, crashes and I/O errors, which may
-            not occur in another attempt.
-        UserError: more failures than the budget would occur again: the reward raises an error or returns a bad value,
-            or the outcomes are `unverifiable` or `escape`. The data, the rewards or the policy must change.
+        Retryable: there are more failures than the budget, but not without timeouts, crashes and
+            I/O errors, which may not occur in another attempt.
+        UserError: more failures than the budget would occur again: the reward raises an error or
+            returns a bad value, or the outcomes are `unverifiable` or `escape`. The data, the
+            rewards or the policy must change.
     """
     columns = ["group", "completion", "answer", "reward_spec", "metadata"]
     sampled = open_rows(rollouts, FILE, columns, "--rollouts", "the stage rollout")
@@ -129,7 +130,10 @@ def _write(file: pq.ParquetFile, outcomes: Sequence[Outcome], scored: Path) -> N
 
 
 def summarize_rewards(rows: Sequence[JsonObject], outcomes: Sequence[Outcome]) -> JsonObject:
-    """Summarize the output of `reward`; rows without a score count in `outcomes` alone. One must have a score."""
+    """Summarize the output of `reward`; rows without a score count in `outcomes` alone.
+
+    One must have a score.
+    """
     scores: list[float] = []
     solved: list[bool] = []
     groups: dict[str, list[float]] = defaultdict(list)

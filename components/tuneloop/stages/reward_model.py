@@ -38,11 +38,13 @@ def reward_model(
 ) -> Results:
     """Replace the policy's head by one that outputs a score, and train chosen completions to score above rejected ones.
 
-    ``-log σ(score chosen - score rejected)`` plus ``center_rewards_coefficient * (their sum)²``, as in TRL.
-    `accuracy` is the share of held-out pairs in that order; without any, of the training pairs.
+    ``-log σ(score chosen - score rejected)`` plus ``center_rewards_coefficient * (their sum)²``, as
+    in TRL. `accuracy` is the share of held-out pairs in that order; without any, of the training
+    pairs.
 
     Raises:
-        UserError: no pairs, one that is too long, or a model without a form for sequence classification.
+        UserError: no pairs, one that is too long, or a model without a form for sequence
+            classification.
         Interrupted: after SIGTERM, once a resume point is committed.
     """
     from tuneloop.training.scorer import ScoreTrainer
@@ -103,7 +105,9 @@ def train_step(
 
 
 def bradley_terry(chosen: "Tensor", rejected: "Tensor", center: float) -> "Tensor":
-    """Compute each pair's loss: minus the log-probability that the chosen one wins, and the pull of the sum to 0."""
+    """Compute each pair's loss: minus the log-probability that the chosen one wins, and the pull of
+    the sum to 0.
+    """
     from torch.nn.functional import logsigmoid
 
     return center * (chosen + rejected).square() - logsigmoid(chosen - rejected)

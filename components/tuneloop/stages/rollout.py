@@ -55,7 +55,9 @@ def _check_oversampling(size: int | None, info: ValidationInfo) -> int | None:
 
 
 class RolloutOptions(SamplingOptions):
-    """Options of sampling: never top-p or top-k, whose log-probabilities would bias the importance ratios."""
+    """Options of sampling: never top-p or top-k, whose log-probabilities would bias the importance
+    ratios.
+    """
 
     flags: ClassVar[tuple[str, ...]] = (
         "engine",
@@ -93,16 +95,18 @@ class RolloutOptions(SamplingOptions):
 def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOptions) -> Results:
     """Generate `n` completions for each prompt of the iteration's batch; with an environment, `n` episodes.
 
-    The batch is a function of (seed, iteration): prompts come from a permutation of ``train.parquet`` for each epoch.
-    A prompt that leaves too little room for a completion is skipped, and another takes its place, a function of (seed,
-    iteration), too (``data.too_long``).
-    With `oversampled_prompts` it has that many, and ``facts.groups`` tells the update how many of their groups to keep.
-    The batch counts only if the engine proves that it serves `policy`: by the digest that it echoes, by the canary's
-    log-probabilities, and by the version on every completion.
+    The batch is a function of (seed, iteration): prompts come from a permutation of
+    ``train.parquet`` for each epoch. A prompt that leaves too little room for a completion is
+    skipped, and another takes its place, a function of (seed, iteration), too (``data.too_long``).
+    With `oversampled_prompts` it has that many, and ``facts.groups`` tells the update how many of
+    their groups to keep. The batch counts only if the engine proves that it serves `policy`: by the
+    digest that it echoes, by the canary's log-probabilities, and by the version on every
+    completion.
 
-    With `carry_after` there are `oversampled_prompts` unfinished groups: first those that `policy` carries from the
-    previous iteration, then new ones. The batch is the first `prompts_per_iteration` groups to end. The others are
-    written to ``carried.parquet``, for the checkpoint that is trained on this batch; ``facts.carried`` counts both.
+    With `carry_after` there are `oversampled_prompts` unfinished groups: first those that `policy`
+    carries from the previous iteration, then new ones. The batch is the first
+    `prompts_per_iteration` groups to end. The others are written to ``carried.parquet``, for the
+    checkpoint that is trained on this batch; ``facts.carried`` counts both.
 
     Raises:
         UserError: data or options that cannot work.
@@ -197,7 +201,9 @@ def warn_of_blind_spot(stage: Stage, policy: Artifact, iteration: int) -> None:
 def list_spares(
     train: pq.ParquetFile, columns: Sequence[str], seed: int, excluded: Set[str]
 ) -> Iterator[JsonObject]:
-    """Yield the rows of `train` in a random order of `seed`, without those whose ids are `excluded`."""
+    """Yield the rows of `train` in a random order of `seed`, without those whose ids are
+    `excluded`.
+    """
     total = train.metadata.num_rows
     for number in range(total):
         (row,) = rollouts.read_rows(train, [permute_index(number, total, seed)], columns)
@@ -208,7 +214,9 @@ def list_spares(
 def _open_rounds(
     stage: Stage, policy: Artifact, options: RolloutOptions
 ) -> tuple[Rounds | None, int]:
-    """Return the rounds of this iteration with the groups to continue, and how many prompts were drawn before."""
+    """Return the rounds of this iteration with the groups to continue, and how many prompts were
+    drawn before.
+    """
     wanted = options.prompts_per_iteration
     begun_groups, state = read_carried(policy)
     shared_options = _shared_options(options)

@@ -58,9 +58,10 @@ def sft(
 ) -> Results:
     """Fine-tune on demonstrations: cross-entropy of the completion's tokens and its end of sequence.
 
-    The loss is the mean over all target tokens of a step, whatever the micro-batches and processes. Demonstrations
-    come in epochs, each in a random order that is a function of (seed, epoch); see `epochs.train_epochs` on resuming.
-    The optimizer starts fresh; parameters start from the checkpoint's float32 masters, where it has some.
+    The loss is the mean over all target tokens of a step, whatever the micro-batches and processes.
+    Demonstrations come in epochs, each in a random order that is a function of (seed, epoch); see
+    `epochs.train_epochs` on resuming. The optimizer starts fresh; parameters start from the
+    checkpoint's float32 masters, where it has some.
 
     Where the data has held-out demonstrations, their loss is measured before the first step, every
     `eval_steps`, and at the end: ``eval_loss`` and ``eval_perplexity`` in ``metrics.jsonl``, and
@@ -123,8 +124,9 @@ def sft(
 
 
 def train_step(stage: Stage, trainer: Trainer, prepared: epochs.Prepared) -> dict[str, float]:
-    """Take one optimizer step and return its metrics: the loss is the mean negative log-probability of a target, and
-    the gradient's norm is taken before clipping."""
+    """Take one optimizer step and return its metrics: the loss is the mean negative log-probability
+    of a target, and the gradient's norm is taken before clipping.
+    """
     import torch
 
     torch.manual_seed(stage.seed("dropout", trainer.step, stage.rank))

@@ -10,8 +10,9 @@ from tuneloop.training.corpora import SIDES, digest_tokenizer, tokenize_split
 def tokenize_data(stage: Stage, policy: Input, prompts: Input) -> Results:
     """Tokenize demonstrations and pairs as `policy` does, for stages that take the result in place of `prompts`.
 
-    A stage that trains on fixed rows maps these into memory; given rows, each of its processes tokenizes all of them,
-    at every start. The files are a function of the rows and the tokenizer with its chat template (``facts.tokenizer``).
+    A stage that trains on fixed rows maps these into memory; given rows, each of its processes
+    tokenizes all of them, at every start. The files are a function of the rows and the tokenizer
+    with its chat template (``facts.tokenizer``).
 
     Raises:
         UserError: nothing to tokenize, a row or a tokenizer that does not fit.

@@ -1,14 +1,17 @@
 """Checkpoints: open one to train it, write the next version.
 
-``model/`` is served: Hugging Face layout, in `save_dtype`. ``trainer/`` is the state from which training continues:
-float32 parameters and AdamW's moments in DCP, and ``state.json`` with the stage that wrote it, the optimizer's steps
-and betas. With LoRA ``model/`` has the adapters merged in, ``trainer/`` holds only them and their moments, and the
-frozen parameters stay in the checkpoint that ``facts.base`` names, whose digest is ``base`` in ``state.json``.
-``canary.json`` repeats the ids of the input's. Equal tensors give equal files.
+``model/`` is served: Hugging Face layout, in `save_dtype`. ``trainer/`` is the state from which
+training continues: float32 parameters and AdamW's moments in DCP, and ``state.json`` with the stage
+that wrote it, the optimizer's steps and betas. With LoRA ``model/`` has the adapters merged in,
+``trainer/`` holds only them and their moments, and the frozen parameters stay in the checkpoint
+that ``facts.base`` names, whose digest is ``base`` in ``state.json``. ``canary.json`` repeats the
+ids of the input's. Equal tensors give equal files.
 
-A checkpoint of `policy_update` has no ``trainer/``: ``facts.trainer_state`` has the contents of ``state.json``, with
-the digest of the tensors, and ``notes.state_since`` names the checkpoint from which updates must be repeated to restore
-them. If they are written (``state_every``), it is as an artifact at ``state`` below the checkpoint, committed later."""
+A checkpoint of `policy_update` has no ``trainer/``: ``facts.trainer_state`` has the contents of
+``state.json``, with the digest of the tensors, and ``notes.state_since`` names the checkpoint from
+which updates must be repeated to restore them. If they are written (``state_every``), it is as an
+artifact at ``state`` below the checkpoint, committed later.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ from tuneloop.core.artifacts import (
 )
 from tuneloop.core.component import Component, Results, Stage, component
 from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.threads import BACKGROUND
 from tuneloop.formats.canary import FILE as CANARY
 from tuneloop.formats.canary import derive_ids, make_canary, read_canary_file
@@ -77,16 +81,20 @@ def checkpoint_stage(
 
 
 def model_dir(policy: Artifact) -> Path:
-    """Return the directory ``model/`` of a checkpoint. Raises UserError where `policy` is not one."""
+    """Return the directory ``model/`` of a checkpoint.
+
+    Raises UserError where `policy` is not one.
+    """
     if "model/config.json" not in policy.manifest.files or "version" not in policy.manifest.facts:
-        raise UserError(
-            "checkpoint", policy.url, "holds no model/config.json and version; give it a checkpoint"
-        )
+        remedy = "holds no model/config.json and version; give it a checkpoint"
+        raise UserError("checkpoint", policy.url, remedy)
     return policy.part("model")
 
 
 def choose_saved_dtype(policy: Artifact, dtype: str) -> str:
-    """Choose the dtype of the next version's ``model/``; ``auto`` is that of `policy`, as the base model came in it."""
+    """Choose the dtype of the next version's ``model/``; ``auto`` is that of `policy`, as the base
+    model came in it.
+    """
     if dtype != "auto":
         return dtype
     recorded = CheckpointFacts.read(policy).save_dtype
@@ -94,7 +102,9 @@ def choose_saved_dtype(policy: Artifact, dtype: str) -> str:
 
 
 def trainer_state(policy: Artifact) -> TrainerState | None:
-    """Read ``trainer/state.json``, or the facts that replace it; None if the policy has not been trained yet."""
+    """Read ``trainer/state.json``, or the facts that replace it; None if the policy has not been
+    trained yet.
+    """
     if STATE_FILE not in policy.manifest.files:
         return LineageFacts.read(policy).trainer_state
     text = policy.part(STATE_FILE).read_bytes()
@@ -103,24 +113,28 @@ def trainer_state(policy: Artifact) -> TrainerState | None:
 
 
 def find_state(policy: Artifact) -> Artifact | None:
-    """Find the artifact with a checkpoint's ``trainer/``: its own, or one below it; None where it was not written.
-    Raises Corrupt where the artifact below belongs to another checkpoint."""
+    """Find the artifact with a checkpoint's ``trainer/``: its own, or one below it; None where it
+    was not written.
+
+    Raises Corrupt where the artifact below belongs to another checkpoint.
+    """
     if STATE_FILE in policy.manifest.files:
         return policy
-    if find_manifest(place := f"{policy.url}/{STATE}") is None:
+    url = f"{policy.url}/{STATE}"
+    if find_manifest(url) is None:
         return None
-    found = Artifact(place)
-    if split_ref(found.manifest.inputs["checkpoint"])[1] != policy.manifest.digest:
-        raise Corrupt(
-            "artifact",
-            place,
-            f"is not the state behind {policy.ref}; delete it, and it is computed again",
-        )
-    return found
+    artifact = Artifact(url)
+    if split_ref(artifact.manifest.inputs["checkpoint"])[1] != policy.manifest.digest:
+        remedy = f"is not the state behind {policy.ref}; delete it, and it is computed again"
+        raise Corrupt("artifact", url, remedy)
+    return artifact
 
 
 def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
-    """Join the processes that train; note their device and number. Raises UserError if these are not as required."""
+    """Join the processes that train; note their device and number.
+
+    Raises UserError if these are not as required.
+    """
     from tuneloop.training.fsdp.ranks import Ranks
 
     ranks = Ranks(options.device, options.required_world_size)
@@ -133,50 +147,71 @@ def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
 
 
 def check_stop(stage: Stage, policy: ScoringPolicy) -> None:
-    """Raise Interrupted on all ranks if SIGTERM has reached any: if one left alone, the others would wait for it."""
+    """Raise Interrupted on all ranks if SIGTERM has reached any: if one left alone, the others
+    would wait for it.
+    """
     (stop,) = policy.ranks.max([float(stage.stopping)])
-    if stop:  # a later signal is seen by the next check
+    # A signal that arrives after this is seen by the next check.
+    if stop:
         stage.stopping = True
         stage.check_stop()
 
 
 def load_masters(target: Policy, policy: Artifact) -> None:
-    """Load the float32 parameters of a checkpoint; before any training, and after LoRA, there are only those of
-    ``model/``. Raises UserError if they were not written and ``model/`` is rounded."""
+    """Load the float32 parameters of a checkpoint; before any training, and after LoRA, there are
+    only those of ``model/``.
+
+    Raises UserError if they were not written and ``model/`` is rounded.
+    """
     state = trainer_state(policy)
     if state is None or state.lora:
         return
-    if held := find_state(policy):
-        target.load_masters(held.part("trainer"))
-    elif (dtype := CheckpointFacts.read(policy).save_dtype) != "float32":
+    artifact = find_state(policy)
+    if artifact:
+        target.load_masters(artifact.part("trainer"))
+        return
+    dtype = CheckpointFacts.read(policy).save_dtype
+    if dtype != "float32":
         remedy = (
-            f"has no float32 parameters: its trainer's state was not written, and its model/ is {dtype}; take a "
-            "checkpoint that has its state (--state-every), or have save_dtype=float32 from the start"
+            f"has no float32 parameters: its trainer's state was not written, and its model/ is "
+            f"{dtype}; take a checkpoint that has its state (--state-every), or have "
+            "save_dtype=float32 from the start"
         )
         raise UserError("checkpoint", policy.url, remedy)
 
 
 def lora_base(policy: Artifact) -> Artifact:
-    """Open the checkpoint that the adapters in ``trainer/`` belong to. Raises UserError if it was deleted."""
+    """Open the checkpoint that the adapters in ``trainer/`` belong to.
+
+    Raises UserError if it was deleted.
+    """
     base = CheckpointFacts.read(policy).base
     if base is None:
         raise UserError(
-            "checkpoint", policy.url, "has no adapters; give one that was trained with lora"
+            "checkpoint",
+            policy.url,
+            "has no adapters; give one that was trained with lora",
         )
     try:
         return Artifact(base)
     except UserError as error:
-        remedy = "the base checkpoint of the adapters is gone; restore it, or begin new ones: --reset-optimizer true"
+        remedy = (
+            "the base checkpoint of the adapters is gone; restore it, or begin new ones: "
+            "--reset-optimizer true"
+        )
         raise UserError("lora", base, remedy) from error
 
 
 def release_device(stage: Stage, trainer: Trainer) -> None:
     """Release the device lease before the result is written; called by all ranks.
 
-    On a GPU the trainer moves to the host's memory first, and stays there. Nothing happens without a lease, or if other
-    stages follow in this process, which use the device again. Raises as `fencing.release_lease`."""
+    On a GPU the trainer moves to the host's memory first, and stays there. Nothing happens without
+    a lease, or if other stages follow in this process, which use the device again. Raises as
+    `fencing.release_lease`.
+    """
     if BACKGROUND.is_concurrent or not os.environ.get(fencing.VARIABLE):
         return
+    # The next holder of the lease needs the GPU's memory.
     if trainer.ranks.device.type == "cuda":
         trainer.sleep()
     stage.barrier()
@@ -193,12 +228,14 @@ def write_checkpoint(
     version: int | None = None,
     state_as: Literal["files", "facts", "none"] = "files",
 ) -> int:
-    """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks; return the version.
+    """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks; return the
+    version.
 
-    ``model/`` is written in `dtype`, or with ``auto`` in that of `policy`; see `choose_saved_dtype`. Files beside the
-    weights, such as the tokenizer, are those of `policy`, the checkpoint that was trained. `version`
-    defaults to the one after `policy`'s. `state_as`: write the optimizer's state as ``trainer/``; or only facts, by
-    which the update can be repeated and verified; or none, for a checkpoint that is only sampled from.
+    ``model/`` is written in `dtype`, or with ``auto`` in that of `policy`; see
+    `choose_saved_dtype`. Files beside the weights, such as the tokenizer, are those of `policy`,
+    the checkpoint that was trained. `version` defaults to the one after `policy`'s. `state_as`:
+    write the optimizer's state as ``trainer/``; or only facts, by which the update can be repeated
+    and verified; or none, for a checkpoint that is only sampled from.
     """
     source = model_dir(policy)
     dtype = choose_saved_dtype(policy, dtype)
@@ -211,7 +248,7 @@ def write_checkpoint(
         if stage.leader:
             note_dropped_settings(stage, policy, drop_sampling_settings(stage.out / "model"))
         betas = [trainer.optimization.adam_beta1, trainer.optimization.adam_beta2]
-        state: dict[str, Any] = {
+        state: JsonObject = {
             "format": 1,
             "stage": stage.name,
             "step": trainer.step,
@@ -225,7 +262,7 @@ def write_checkpoint(
             stage.facts["base"] = trainer.base.ref
             warn_of_unchanged(stage, trainer)
         if state_as == "facts":
-            stage.facts[STATE_FACT] = {**state, "digest": trainer.compute_state_digest()}
+            stage.facts[STATE_FACT] = state | {"digest": trainer.compute_state_digest()}
             stage.notes[SINCE] = trainer.since
         elif state_as == "files":
             trainer.save(stage.out / "trainer")
@@ -235,10 +272,10 @@ def write_checkpoint(
         with stage.timed("canary"):
             write_next_canary(stage, written, policy, version)
     stage.facts.update(version=version, step=trainer.step, save_dtype=dtype)
-    kept = ("model", "architecture", "parameters", "vocab_size")
-    stage.facts.update(
-        {key: policy.manifest.facts[key] for key in kept if key in policy.manifest.facts}
-    )
+    # Training does not change what these say of the model.
+    for key in ("model", "architecture", "parameters", "vocab_size"):
+        if key in policy.manifest.facts:
+            stage.facts[key] = policy.manifest.facts[key]
     return version
 
 
@@ -257,10 +294,13 @@ def warn_of_unchanged(stage: Stage, trainer: Trainer) -> None:
     )
 
 
-def note_dropped_settings(stage: Stage, policy: Artifact, dropped: dict[str, Any]) -> None:
-    """Record the base's settings of sampling that a trained policy no longer has, as it was not trained under them.
+def note_dropped_settings(stage: Stage, policy: Artifact, dropped: JsonObject) -> None:
+    """Record the base's settings of sampling that a trained policy no longer has, as it was not
+    trained under them.
 
-    A process that trained the version before may still drop them, another one finds none; both record the same."""
+    A process that trained the version before may still drop them, another one finds none; both
+    record the same.
+    """
     dropped = CheckpointFacts.read(policy).dropped_generation_settings or dropped
     if dropped:
         stage.facts[DROPPED_SETTINGS] = dropped
@@ -288,7 +328,8 @@ class Resident:
 
 @dataclass
 class ResidentTrainer:
-    """The trainer that stays in memory between two updates of one process, for pods that run several iterations.
+    """The trainer that stays in memory between two updates of one process, for pods that run
+    several iterations.
 
     It saves reading the state just written, and with ``state_every`` above 1 also writing it; no
     result depends on it. There is at most one, as a second would take the same memory. It is only
@@ -319,10 +360,11 @@ class ResidentTrainer:
         self.options = None
         if trainer is None or former is None or self.attempt != policy.manifest.root:
             return None
-        has_same_optimization = former.optimization == options.optimization
-        return Resident(
-            trainer, has_same_optimization and former.model_options == options.model_options
+        has_same_options = (
+            former.optimization == options.optimization
+            and former.model_options == options.model_options
         )
+        return Resident(trainer, has_same_options)
 
 
 RESIDENT = ResidentTrainer()

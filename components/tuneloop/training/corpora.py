@@ -4,7 +4,7 @@ reads them."""
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from tuneloop.core.artifacts import Artifact, File, hash_canonical_json
 from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.formats.chat_forms import Reasoning
 from tuneloop.formats.conversations import Encoded, History
 from tuneloop.formats.facts import PromptFacts
@@ -45,19 +46,25 @@ def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool 
     otherwise than `policy` does it."""
     if f"{split}.arrow" in prompts.manifest.files:
         if PromptFacts.read(prompts).tokenizer != digest_tokenizer(policy):
-            remedy = "was tokenized by another tokenizer than --policy has; run tokenize_data with that policy"
+            remedy = (
+                "was tokenized by another tokenizer than --policy has; run tokenize_data with that "
+                "policy"
+            )
             raise UserError("--prompts", prompts.url, remedy)
         return Corpus(str(prompts.part(f"{split}.arrow")))
-    known = f"{split}.parquet" in prompts.manifest.files
-    if required and not known:
-        raise UserError(
-            "--prompts", prompts.url, f"holds no {split}.parquet; set data_prep's {split}"
-        )
-    return Corpus.from_documents(tokenize_split(prompts, policy, split) if known else ())
+    if f"{split}.parquet" in prompts.manifest.files:
+        return Corpus.from_documents(tokenize_split(prompts, policy, split))
+    if required:
+        remedy = f"holds no {split}.parquet; set data_prep's {split}"
+        raise UserError("--prompts", prompts.url, remedy)
+    return Corpus.from_documents(())
 
 
 def tokenize_split(
-    prompts: Artifact, policy: Artifact, split: str, check_stop: Callable[[], None] = lambda: None
+    prompts: Artifact,
+    policy: Artifact,
+    split: str,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[str, Document]]:
     """Yield (row id, document) of a split; a conversation whose turns the chat template cannot show
     together gives several documents. Raises UserError: no such column or tokenizer, or a row it
@@ -68,9 +75,12 @@ def tokenize_split(
     for column in columns:
         if column not in names:
             raise UserError(
-                "--prompts", column, f"is not a column of {split}.parquet; make the data again"
+                "--prompts",
+                column,
+                f"is not a column of {split}.parquet; make the data again",
             )
     encoder = open_encoder(prompts, policy)
+    # A split may be larger than the memory, so it is read in parts.
     for batch in table.iter_batches(1024, columns=list_columns(columns, names)):
         check_stop()
         for row in batch.to_pylist():
@@ -87,7 +97,7 @@ class RowEncoder:
     history: History
     reasoning: Reasoning
 
-    def encode_row(self, row: Mapping[str, Any], sides: Sequence[str]) -> list[Document]:
+    def encode_row(self, row: JsonMapping, sides: Sequence[str]) -> list[Document]:
         """Encode the text after the prompt as the target; in a conversation, all turns of the
         assistant. Raises UserError: the row, by its name in the user's file, and what its chat
         template cannot do."""
@@ -110,7 +120,7 @@ class RowEncoder:
             for ids, targets in encoded
         ]
 
-    def _encode_pair(self, row: Mapping[str, Any], completion: str) -> Encoded:
+    def _encode_pair(self, row: JsonMapping, completion: str) -> Encoded:
         """Encode a prompt with its completion: in a chat as its last turn."""
         if row["chat"]:
             return encode_answer(
@@ -123,7 +133,8 @@ class RowEncoder:
             )
         prompt = encode_prompt(self.tokenizer, row["prompt"], row["chat"])
         target = encode_completion(self.tokenizer, completion)
-        return [*prompt, *target], [False] * len(prompt) + [True] * len(target)
+        # Only the completion is learned.
+        return prompt + target, [False] * len(prompt) + [True] * len(target)
 
 
 def open_encoder(prompts: Artifact, policy: Artifact) -> RowEncoder:
@@ -153,17 +164,17 @@ def report_split_conversations(stage: Stage, corpus: Corpus) -> None:
         return
     stage.facts["conversations_split"] = {"conversations": len(split), "rows": int(split.sum())}
     stage.log(
-        f"{len(split)} conversations became {split.sum()} rows: the chat template changes earlier turns once others "
-        "follow (docs/templates.md), so that turns are learned one by one"
+        f"{len(split)} conversations became {split.sum()} rows: the chat template changes earlier "
+        "turns once others follow (docs/templates.md), so that turns are learned one by one"
     )
 
 
 def digest_tokenizer(policy: Artifact) -> str:
     """Compute the SHA-256 over names and SHA-256 of the files that `find_tokenizer_files` finds,
     and over the stop ids of the generation's configuration: these end the targets."""
-    files: dict[str, Any] = {
-        name: file.sha256 for name, file in find_tokenizer_files(policy).items()
-    }
+    files: JsonObject = {}
+    for name, file in find_tokenizer_files(policy).items():
+        files[name] = file.sha256
     if GENERATION_CONFIG in policy.manifest.files:
         config = json.loads(policy.part(GENERATION_CONFIG).read_text())
         files["stops"] = config.get("eos_token_id")
@@ -173,11 +184,13 @@ def digest_tokenizer(policy: Artifact) -> str:
 def find_tokenizer_files(policy: Artifact) -> dict[str, File]:
     """Find a checkpoint's tokenizer and chat template, which training keeps. Raises UserError: it
     is no checkpoint."""
-    if CONFIG not in (files := policy.manifest.files):
+    files = policy.manifest.files
+    if CONFIG not in files:
         raise UserError("checkpoint", policy.url, f"holds no {CONFIG}; give it a checkpoint")
-    others = re.compile(r"model/(config\.json|generation_config\.json|.*\.(safetensors|bin).*)")
+    # Training writes the weights anew, and both configurations may change.
+    rewritten = re.compile(r"model/(config\.json|generation_config\.json|.*\.(safetensors|bin).*)")
     return {
         name: file
         for name, file in files.items()
-        if name.startswith("model/") and not others.fullmatch(name)
+        if name.startswith("model/") and not rewritten.fullmatch(name)
     }

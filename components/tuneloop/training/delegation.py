@@ -1,7 +1,10 @@
-"""Training by another backend in place of tuneloop's own trainer, with the same artifacts as input and output.
+"""Training by another backend in place of tuneloop's own trainer, with the same artifacts as input
+and output.
 
-The backend is given the directories ``model``, ``data`` (Parquet files) and ``out``, in this order. In the last it
-writes ``checkpoint-<max_steps>``: a Hugging Face model, and the ``trainer_state.json`` of transformers' Trainer."""
+The backend is given the directories ``model``, ``data`` (Parquet files) and ``out``, in this order.
+In the last it writes ``checkpoint-<max_steps>``: a Hugging Face model, and the
+``trainer_state.json`` of transformers' Trainer.
+"""
 
 import json
 import math
@@ -31,7 +34,10 @@ if TYPE_CHECKING:
 
 
 def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
-    """Refuse a backend that cannot train with the options before it; a dotted path is not checked. None: native."""
+    """Refuse a backend that cannot train with the options before it; a dotted path is not checked.
+
+    None: native.
+    """
     if name in (None, "native"):
         if info.data.get("backend_args"):
             raise ValueError("has no backend_args: its options are the stage's own")
@@ -51,11 +57,14 @@ class BackendOptions(TrainerOptions):
     """Options of a stage that trains on fixed examples, in epochs, perhaps with another backend."""
 
     epochs: float | None = Field(
-        None, gt=0, description="passes over the examples, in place of max_steps"
+        None,
+        gt=0,
+        description="passes over the examples, in place of max_steps",
     )
 
     backend_args: dict[str, Any] | None = Field(
-        None, description="options of another backend, under its own names"
+        None,
+        description="options of another backend, under its own names",
     )
     backend: Annotated[str | None, AfterValidator(_check_backend)] = Field(
         None,
@@ -74,8 +83,9 @@ class BackendOptions(TrainerOptions):
         return 1 if self.backend else self.expected_world_size
 
     def resolve_steps(self, examples: int, world_size: int) -> Self:
-        """Return the options with the `max_steps` that `epochs` asks for, if it is set, and a warm-up
-        that leaves most of them: a short file would end before the learning rate is reached.
+        """Return the options with the `max_steps` that `epochs` asks for, if it is set, and a
+        warm-up that leaves most of them: a short file would end before the learning rate is
+        reached.
 
         Args:
             examples: how many there are; a part of an epoch is rounded up to whole steps.
@@ -111,7 +121,9 @@ def check_conversation_choices(prompts: Artifact) -> None:
 
 
 def _explain_end(name: str, code: int, last_line: str) -> UserError | Retryable:
-    """Return what to raise for a backend that ended with `code`; one of ours leaves the reason as its last line."""
+    """Return what to raise for a backend that ended with `code`; one of ours leaves the reason as
+    its last line.
+    """
     kind, _, reason = last_line.partition(": ")
     if code == EXIT_RETRY and kind == UNAVAILABLE:
         return Unavailable(f"{name}: {reason}")
@@ -122,9 +134,14 @@ def _explain_end(name: str, code: int, last_line: str) -> UserError | Retryable:
 
 
 def train_by_backend(
-    stage: Stage[Params], trainer: "Trainer", policy: Artifact, prompts: Artifact, max_steps: int
+    stage: Stage[Params],
+    trainer: "Trainer",
+    policy: Artifact,
+    prompts: Artifact,
+    max_steps: int,
 ) -> float:
-    """Train the model of `trainer` for `max_steps` with the stage's backend, on the split named like the stage.
+    """Train the model of `trainer` for `max_steps` with the stage's backend, on the split named
+    like the stage.
 
     Returns the last loss. Raises UserError if the backend refuses or fails, Retryable if it was
     stopped: a retry begins from the start.
@@ -135,26 +152,36 @@ def train_by_backend(
     from tuneloop.training.fsdp.policy import open_model
 
     attention = trainer.layout.attention
-    given = stage.params.model_dump() | {
-        # `varlen` is registered in our processes alone.
-        "attn_implementation": "sdpa" if attention == VARLEN else attention,
-        "device": trainer.ranks.device.type,
-        "max_steps": max_steps,
-    }
+    options = stage.params.model_dump()
+    # `varlen` is registered in our processes alone.
+    options["attn_implementation"] = "sdpa" if attention == VARLEN else attention
+    options["device"] = trainer.ranks.device.type
+    options["max_steps"] = max_steps
+    name = options["backend"]
     with tempfile.TemporaryDirectory() as work, stage.timed("train"):
-        places = {"model": str(model_dir(policy)), "data": f"{work}/data", "out": f"{work}/out"}
-        fetch_artifact(f"{prompts.ref}#{stage.name}.parquet", Path(places["data"]), messages=True)
-        backend = load_backend(name := given["backend"]).build_for_stage(given, **places)
+        data = Path(work, "data")
+        out = Path(work, "out")
+        fetch_artifact(f"{prompts.ref}#{stage.name}.parquet", data, messages=True)
+        backend = load_backend(name).build_for_stage(
+            options,
+            model=str(model_dir(policy)),
+            data=str(data),
+            out=str(out),
+        )
         last_line = Path(work, "last-line")
         last_line.touch()
-        if code := run_here(backend, {TERMINATION_LOG: str(last_line)}):
+        code = run_here(backend, {TERMINATION_LOG: str(last_line)})
+        if code:
+            # A signal to this process has ended the backend, too, and is the reason then.
             stage.check_stop()
             raise _explain_end(name, code, last_line.read_text())
-        made = Path(places["out"], f"checkpoint-{max_steps}")
-        trainer.model.load_state_dict(open_model(made, torch.float32, "auto").state_dict())
-        rows = json.loads((made / "trainer_state.json").read_text())["log_history"]
+        directory = out / f"checkpoint-{max_steps}"
+        # The checkpoint is written by our trainer, as after its own steps.
+        trainer.model.load_state_dict(open_model(directory, torch.float32, "auto").state_dict())
+        rows = json.loads((directory / "trainer_state.json").read_text())["log_history"]
     steps = [row for row in rows if "loss" in row]
     for row in steps:
         stage.metric(row.pop("step"), **row)
-    trainer.step, stage.notes["world_size"] = max_steps, backend.processes
+    trainer.step = max_steps
+    stage.notes["world_size"] = backend.processes
     return float(steps[-1]["loss"])

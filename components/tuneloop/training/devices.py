@@ -22,7 +22,9 @@ DEVICES = {
 
 
 def find_device(name: str) -> Device | None:
-    """Find a device by CUDA's name; None if it is unknown, another variant of a known one, or a MIG partition."""
+    """Find a device by CUDA's name; None if it is unknown, another variant of a known one, or a MIG
+    partition.
+    """
     words = set(name.replace("-", " ").split())
     # An NVL card has other rates, and a partition has a part of them.
     if words & {"NVL", "MIG"}:

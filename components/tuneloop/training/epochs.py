@@ -1,4 +1,6 @@
-"""Training on examples in epochs, for `sft`, `preference` and `reward_model`; the algorithms of all training stages."""
+"""Training on examples in epochs, for `sft`, `preference` and `reward_model`; the algorithms of all
+training stages.
+"""
 
 import json
 import time
@@ -40,30 +42,41 @@ OTHER_KIND: dict[type[BaseModel], str] = {
 
 
 def find_algorithm(name: str, kind: type[Kind]) -> type[Kind]:
-    """Find the class of the algorithm called `name`. Raises UserError where it is unknown, or of another kind."""
-    found = plugins.load_variant("algorithms", name, "Algorithm")
-    if not (isinstance(found, type) and issubclass(found, kind)):
+    """Find the class of the algorithm called `name`.
+
+    Raises UserError where it is unknown, or of another kind.
+    """
+    algorithm = plugins.load_variant("algorithms", name, "Algorithm")
+    if not (isinstance(algorithm, type) and issubclass(algorithm, kind)):
         raise UserError("algorithm", name, OTHER_KIND[kind])
-    return found
+    return algorithm
 
 
 def open_algorithm(
-    name: str, options: dict[str, Any], kind: type[Kind], prefix: str = "algorithm_args."
+    name: str,
+    options: dict[str, Any],
+    kind: type[Kind],
+    prefix: str = "algorithm_args.",
 ) -> Kind:
-    """Make the algorithm `name`. Raises UserError as `find_algorithm`, or with `prefix` before an option it refuses."""
-    found = find_algorithm(name, kind)
+    """Make the algorithm `name`.
+
+    Raises UserError as `find_algorithm`, or with `prefix` before an option it refuses.
+    """
+    algorithm = find_algorithm(name, kind)
     try:
-        return found(**options)
+        return algorithm(**options)
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "extra_forbidden":
-            remedy = f"{name} has no such option; it has {', '.join(found.model_fields)}"
+            remedy = f"{name} has no such option; it has {', '.join(algorithm.model_fields)}"
             raise UserError(f"{prefix}{first['loc'][0]}", first["input"], remedy) from None
         raise convert_validation_error(error, prefix) from None
 
 
 def validate_kind(kind: type[BaseModel]) -> AfterValidator:
-    """Return a validator that refuses shipped algorithms of another kind; a stage's image may have others."""
+    """Return a validator that refuses shipped algorithms of another kind; a stage's image may have
+    others.
+    """
 
     def check(name: str) -> str:
         if name in plugins.list_shipped_variants("algorithms"):
@@ -77,7 +90,9 @@ def validate_kind(kind: type[BaseModel]) -> AfterValidator:
 
 
 def _check_algorithm_args(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    name = info.data.get("algorithm")  # None: refused already
+    """Refuse options that a shipped algorithm does not have."""
+    # It is None if the name was refused already.
+    name = info.data.get("algorithm")
     if name in plugins.list_shipped_variants("algorithms"):
         open_algorithm(name, options, BaseModel, "")
     return options
@@ -99,7 +114,9 @@ def open_trainer(
     ranks: "Ranks",
     options: TrainerOptions,
 ) -> TrainerKind:
-    """Open a trainer of class `kind` on the model of `policy`, from its float32 masters where it has some."""
+    """Open a trainer of class `kind` on the model of `policy`, from its float32 masters where it
+    has some.
+    """
     trainer = new_trainer(stage, kind, policy, ranks, options)
     checkpoint.load_masters(trainer, policy)
     stage.facts.update(trainer.chosen(), optimizer="fresh")
@@ -113,7 +130,9 @@ def new_trainer(
     ranks: "Ranks",
     options: TrainerOptions,
 ) -> TrainerKind:
-    """Make a trainer of the model in `policy`, before its masters are read; adapters begin the same on all ranks."""
+    """Make a trainer of the model in `policy`, before its masters are read; adapters begin the same
+    on all ranks.
+    """
     import torch
 
     torch.manual_seed(stage.seed("adapters"))
@@ -125,8 +144,9 @@ def new_trainer(
 
 @dataclass(frozen=True)
 class Prepared:
-    """The examples of an optimizer step: their indices; this rank's micro-batches, each with the places of its examples
-    in `indices`; and how many tokens and targets all ranks have together."""
+    """The examples of an optimizer step: their indices; this rank's micro-batches, each with the
+    places of its examples in `indices`; and how many tokens and targets all ranks have together.
+    """
 
     indices: Sequence[int]
     batches: "list[tuple[list[int], Batch]]"
@@ -140,19 +160,20 @@ def prepare_step(
     indices: Sequence[int],
     limit: int,
 ) -> Prepared:
-    """Lay out the examples of these indices, at most `limit` of them in a micro-batch; `read` gives their documents."""
-    picked = [read(i) for i in indices]
-    lengths = [sum(len(document.ids) for document in each) for each in picked]
-    plan = trainer.plan(lengths, limit)
-    batches = [
-        (micro, trainer.collate([document for i in micro for document in picked[i]]))
-        for micro in plan
-    ]
+    """Lay out the examples of these indices, at most `limit` of them in a micro-batch; `read` gives
+    their documents.
+    """
+    examples = [read(index) for index in indices]
+    lengths = [sum(len(document.ids) for document in example) for example in examples]
+    batches: list[tuple[list[int], Batch]] = []
+    for positions in trainer.plan(lengths, limit):
+        documents = [document for position in positions for document in examples[position]]
+        batches.append((positions, trainer.collate(documents)))
     return Prepared(
         indices,
         batches,
-        sum(lengths),
-        sum(document.target_count for each in picked for document in each),
+        tokens=sum(lengths),
+        targets=sum(document.target_count for example in examples for document in example),
     )
 
 
@@ -217,7 +238,8 @@ def train_epochs(
             is_due = options.save_steps and trainer.step % options.save_steps == 0
             if (stop or is_due) and trainer.step < max_steps:
                 stage.save_resume(
-                    trainer.step, lambda path: _write_resume(stage, trainer, batch, path)
+                    trainer.step,
+                    lambda path: _write_resume(stage, trainer, batch, path),
                 )
                 if stop:
                     # A signal during the save counts for the next step, so that all ranks leave
@@ -232,24 +254,26 @@ def train_epochs(
 
 def _resume(stage: Stage, trainer: EpochTrainer, batch: int) -> int:
     """Continue where an earlier attempt was interrupted, and return its batch size."""
-    if (point := stage.latest_resume()) is None:
+    point = stage.latest_resume()
+    if point is None:
         return batch
-    about = json.loads(point.part(checkpoint.STATE_FILE).read_text())
-    trainer.load(point.part("trainer"), about["step"])
+    state = json.loads(point.part(checkpoint.STATE_FILE).read_text())
+    trainer.load(point.part("trainer"), state["step"])
     if stage.leader:
         (stage.out / "metrics.jsonl").write_bytes(point.part("metrics.jsonl").read_bytes())
-    stage.notes.update(resumed_from=about["step"])
-    if about["world_size"] != trainer.ranks.world:
-        stage.notes["resumed_world_size"] = about["world_size"]
-    stage.log(
-        f"resumed after step {about['step']}, {about['world_size']} → {trainer.ranks.world} processes"
-    )
-    return int(about["batch"])
+    step = state["step"]
+    world_size = state["world_size"]
+    stage.notes["resumed_from"] = step
+    if world_size != trainer.ranks.world:
+        stage.notes["resumed_world_size"] = world_size
+    stage.log(f"resumed after step {step}, {world_size} → {trainer.ranks.world} processes")
+    return int(state["batch"])
 
 
 def _write_resume(stage: Stage, trainer: EpochTrainer, batch: int, path: Path) -> None:
+    """Write a resume point: the trainer's state, where it stands, and the metrics so far."""
     trainer.save(path / "trainer")
     if stage.leader:
-        about = {"step": trainer.step, "world_size": trainer.ranks.world, "batch": batch}
-        (path / "trainer" / "state.json").write_text(dump_canonical_json(about))
+        state = {"step": trainer.step, "world_size": trainer.ranks.world, "batch": batch}
+        (path / "trainer" / "state.json").write_text(dump_canonical_json(state))
         (path / "metrics.jsonl").write_bytes((stage.out / "metrics.jsonl").read_bytes())

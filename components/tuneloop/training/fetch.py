@@ -1,10 +1,12 @@
 """Copy an artifact, or a part of it, to a directory: the program of a TrainJob's initializers.
 
-    python -m tuneloop.training.fetch --into /workspace/model s3://bucket/runs/demo/base-model@xxh3-128:…#model
+    python -m tuneloop.training.fetch --into /workspace/model s3://bucket/demo/base-model@xxh3-128:…
 
-A file or directory of the artifact follows ``#``; without it the whole artifact is copied. Kubeflow Trainer passes the
-reference as ``STORAGE_URI``. Every byte is verified; a complete directory is not copied again. With ``--messages`` the
-chats in Parquet files of `data_prep`, which are JSON text, become lists of messages, as trainers like TRL read them."""
+A file or directory of the artifact follows ``#``; without it the whole artifact is copied. Kubeflow
+Trainer passes the reference as ``STORAGE_URI``. Every byte is verified; a complete directory is not
+copied again. With ``--messages`` the chats in Parquet files of `data_prep`, which are JSON text,
+become lists of messages, as trainers like TRL read them.
+"""
 
 import argparse
 import json
@@ -21,13 +23,16 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError, report_errors
 from tuneloop.core.json_types import JsonObject
 
-LIST = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 ANSWERS = ("completion", "chosen", "rejected")
 
 
 def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
-    """Copy `source` to the directory `into`, replacing the files of an earlier call. Raises UserError if there is no
-    such artifact or part, `messages` cannot convert a row, or `into` has files that no earlier call wrote."""
+    """Copy `source` to the directory `into`, replacing the files of an earlier call.
+
+    Raises UserError if there is no such artifact or part, `messages` cannot convert a row, or
+    `into` has files that no earlier call wrote.
+    """
     into = into.resolve()
     # The file beside the directory says what was copied; it is empty while that is incomplete.
     mark = into.with_name(f".{into.name}.fetched")
@@ -37,7 +42,9 @@ def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
     is_free = not into.exists() or (into.is_dir() and (mark.is_file() or not any(into.iterdir())))
     if not is_free:
         raise UserError(
-            "--into", str(into), "holds files that no fetch has written; choose another directory"
+            "--into",
+            str(into),
+            "holds files that no fetch has written; choose another directory",
         )
     ref, _, part = source.partition("#")
     artifact = Artifact(ref)
@@ -62,49 +69,59 @@ def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
 
 
 def rewrite_chats(path: Path) -> None:
-    """Rewrite the chats of a Parquet file in place; a file with plain text, or without a column ``chat``, is unchanged.
+    """Rewrite the chats of a Parquet file in place; a file with plain text, or without a column
+    ``chat``, is unchanged.
 
-    ``prompt`` becomes a list of messages; ``completion``, ``chosen`` and ``rejected`` become lists of one message by
-    the assistant; a whole conversation becomes ``messages`` alone. Raises UserError for several kinds of rows (plain
-    text, chats with a completion, conversations), as TRL needs one, and for a message with more than text."""
+    ``prompt`` becomes a list of messages; ``completion``, ``chosen`` and ``rejected`` become lists
+    of one message by the assistant; a whole conversation becomes ``messages`` alone. Raises
+    UserError for several kinds of rows (plain text, chats with a completion, conversations), as TRL
+    needs one, and for a message with more than text.
+    """
     table = pq.ParquetFile(path)
     if "chat" not in table.schema_arrow.names:
         return
-    kinds = {_kind(row) for batch in table.iter_batches() for row in batch.to_pylist()}
+    kinds = {_describe_kind(row) for batch in table.iter_batches() for row in batch.to_pylist()}
     if len(kinds) > 1:
         raise UserError(
-            "--messages", path.name, f"holds {' and '.join(sorted(kinds))}: keep one kind a file"
+            "--messages",
+            path.name,
+            f"holds {' and '.join(sorted(kinds))}: keep one kind a file",
         )
     if kinds in ({"plain text"}, set()):
         return
     texts = ("prompt", *ANSWERS)
-    fields = [field for field in table.schema_arrow if field.name not in (*texts, "chat")]
     lists = [name for name in texts if name in table.schema_arrow.names]
     if kinds == {"conversations"}:
         lists = ["messages"]
-    fields += [pa.field(name, LIST) for name in lists]
+    fields = [field for field in table.schema_arrow if field.name not in (*texts, "chat")]
+    fields += [pa.field(name, MESSAGES) for name in lists]
     schema = pa.schema(fields)
-    new = path.with_name(f".{path.name}")
-    with pq.ParquetWriter(new, schema) as out:
+    # A reader never sees a half of the new file.
+    staged = path.with_name(f".{path.name}")
+    with pq.ParquetWriter(staged, schema) as writer:
         for batch in table.iter_batches(1024):
-            out.write_table(pa.Table.from_pylist([_row(row) for row in batch.to_pylist()], schema))
-    new.replace(path)
+            rows = [_convert_row(row) for row in batch.to_pylist()]
+            writer.write_table(pa.Table.from_pylist(rows, schema))
+    staged.replace(path)
 
 
-def _kind(row: JsonObject) -> str:
+def _describe_kind(row: JsonObject) -> str:
     """Return the kind of a row, in the words of an error."""
     if not row["chat"]:
         return "plain text"
+    # A conversation has no completion: its prompt is all of it.
     return "conversations" if "completion" in row and row["completion"] is None else "chats"
 
 
-def _row(row: JsonObject) -> JsonObject:
+def _convert_row(row: JsonObject) -> JsonObject:
     """Return a row with its texts as messages. Raises UserError: a message has more than text."""
     chat = json.loads(row["prompt"])
     for message in chat:
         if message.keys() != {"role", "content"} or not isinstance(message["content"], str):
             raise UserError(
-                f"prompt of {row['id']}", str(message)[:60], "must have only a role and a text"
+                f"prompt of {row['id']}",
+                str(message)[:60],
+                "must have only a role and a text",
             )
     converted = row | {"prompt": chat, "messages": chat}
     for name in ANSWERS:
@@ -120,7 +137,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("source", nargs="?", default=os.environ.get("STORAGE_URI"), metavar="REF")
     parser.add_argument("--into", type=Path, required=True)
     parser.add_argument(
-        "--messages", action="store_true", help="chats as lists of messages, as TRL reads them"
+        "--messages",
+        action="store_true",
+        help="chats as lists of messages, as TRL reads them",
     )
     arguments = parser.parse_args(argv)
     source = arguments.source

@@ -35,7 +35,12 @@ class HeldOutLoss:
     """
 
     def __init__(
-        self, stage: Stage, trainer: EpochTrainer, documents: Corpus, limit: int, interval: int
+        self,
+        stage: Stage,
+        trainer: EpochTrainer,
+        documents: Corpus,
+        limit: int,
+        interval: int,
     ) -> None:
         self.stage = stage
         self.trainer = trainer

@@ -91,8 +91,8 @@ def check_vocabulary(corpus: Corpus, policy: "Policy") -> None:
         return
     index = int(corpus.highest_ids.argmax())
     remedy = (
-        f"the tokenizer gives this id, and the model has embeddings for {policy.vocab_size} ids only; drop "
-        "the row, or take the tokenizer and the chat template that belong to the model"
+        f"the tokenizer gives this id, and the model has embeddings for {policy.vocab_size} ids "
+        "only; drop the row, or take the tokenizer and the chat template that belong to the model"
     )
     raise UserError(f"row {corpus.name(index)}: token", int(corpus.highest_ids[index]), remedy)
 

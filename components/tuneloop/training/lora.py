@@ -1,6 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: their options, and how to merge or disable them.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: their options, and how to merge or disable
+them.
 
-Engines never see adapters: a checkpoint's ``model/`` has them merged in (`tuneloop.training.checkpoint`)."""
+Engines never see adapters: a checkpoint's ``model/`` has them merged in
+(`tuneloop.training.checkpoint`).
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +16,10 @@ from tuneloop.core.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-BASE, ADAPTER = ".base_layer.", ".lora_"
-"""Parts of peft's parameter names: of the original layer, and of an adapter."""
+BASE = ".base_layer."
+"""The part of peft's names that stands for the original layer."""
+ADAPTER = ".lora_"
+"""The part of peft's names that stands for an adapter."""
 SECOND = ".lora_B."
 """The matrix of an adapter that begins at zero, so that the adapter changes nothing."""
 
@@ -27,26 +32,34 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: str | tuple[str, ...] = Field(
         "all-linear",
-        description="all-linear: every linear layer but the output layer; names, or a regular expression",
+        description=(
+            "all-linear: every linear layer but the output layer; names, or a regular expression"
+        ),
     )
     use_rslora: bool = Field(
-        False, description="scale by lora_alpha / √r instead (arXiv 2312.03732)"
+        False,
+        description="scale by lora_alpha / √r instead (arXiv 2312.03732)",
     )
 
     def inject(self, model: Any) -> None:
-        """Freeze a model of transformers and give it adapters: A random from torch's own stream, B zero. Raises
-        UserError: `target_modules` names nothing, or embeddings, which a tied output layer would share."""
+        """Freeze a model of transformers and give it adapters: A random from torch's own stream, B
+        zero.
+
+        Raises UserError: `target_modules` names nothing, or embeddings, which a tied output layer
+        would share.
+        """
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        targets = (
-            self.target_modules
-            if isinstance(self.target_modules, str)
-            else list(self.target_modules)
-        )
+        options = self.model_dump()
+        targets = options["target_modules"]
+        if not isinstance(targets, str):
+            # peft takes a list and no tuple.
+            targets = list(targets)
+        options["target_modules"] = targets
         self.check_names(model)
         task = "SEQ_CLS" if model.get_output_embeddings() is None else "CAUSAL_LM"
-        config = LoraConfig(**{**self.model_dump(), "target_modules": targets}, task_type=task)
+        config = LoraConfig(**options, task_type=task)
         try:
             inject_adapter_in_model(config, model)
         except ValueError as error:
@@ -58,7 +71,9 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
         for part in (model.get_input_embeddings(), model.get_output_embeddings()):
             if isinstance(part, BaseTunerLayer):
                 raise UserError(
-                    "lora.target_modules", targets, "leave embeddings and the output layer out"
+                    "lora.target_modules",
+                    targets,
+                    "leave embeddings and the output layer out",
                 )
 
     def check_names(self, model: Any) -> None:
@@ -87,7 +102,9 @@ def list_linears(model: Any) -> list[str]:
 
 
 def merge_adapters(model: Any) -> "Iterator[tuple[str, Tensor]]":
-    """Yield the state of `model` with its adapters merged, whole or sharded, in the dtype of the sum."""
+    """Yield the state of `model` with its adapters merged, whole or sharded, in the dtype of the
+    sum.
+    """
     import torch
     from peft.tuners.lora import LoraLayer
 
@@ -105,8 +122,10 @@ def merge_adapters(model: Any) -> "Iterator[tuple[str, Tensor]]":
 
 @contextmanager
 def disable_adapters(model: Any) -> Iterator[None]:
-    """Disable the adapters of `model` while the block runs, by a scale of 0. peft's own switch disables their
-    gradients, and FSDP, which checks these only once, would find no parameter to train."""
+    """Disable the adapters of `model` while the block runs, by a scale of 0. peft's own switch
+    disables their gradients, and FSDP, which checks these only once, would find no parameter to
+    train.
+    """
     from peft.tuners.lora import LoraLayer
 
     layers = [(part, part.scaling) for part in model.modules() if isinstance(part, LoraLayer)]

@@ -1,4 +1,6 @@
-"""What an update learns from scored rollouts: which groups, with what advantages, in which mini-batches."""
+"""What an update learns from scored rollouts: which groups, with what advantages, in which
+mini-batches.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -13,7 +15,11 @@ from tuneloop.training.samples import Sample, select_groups
 
 
 def keep_groups(
-    stage: Stage, rewards: Artifact, samples: list[Sample], updates: int, step: int
+    stage: Stage,
+    rewards: Artifact,
+    samples: list[Sample],
+    updates: int,
+    step: int,
 ) -> tuple[list[Sample], int]:
     """Keep the groups that the update uses, if more were sampled than it wants.
 

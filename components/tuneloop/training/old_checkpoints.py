@@ -1,4 +1,6 @@
-"""Checkpoints that a loop has left behind: which of them are still needed, and the deletion of the others."""
+"""Checkpoints that a loop has left behind: which of them are still needed, and the deletion of the
+others.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -11,19 +13,25 @@ from tuneloop.core.store import Store
 from tuneloop.formats.facts import LineageFacts
 
 STATE = "state"
-"""Name, below a checkpoint of `policy_update`, of the artifact with its ``trainer/``, if that was written."""
+"""Name, below a checkpoint of `policy_update`, of the artifact with its ``trainer/``, if that was
+written.
+"""
 STATE_FACT = "trainer_state"
 """The fact of such a checkpoint that describes its ``trainer/`` (`tuneloop.training.checkpoint`)."""
 SINCE = "state_since"
 """The note that names the checkpoint from which updates must be repeated to restore that state."""
 PINS = "pins"
-"""Folder below a run: ``pins/<key of a checkpoint>/<who needs it>``, for forks and promoted versions."""
+"""Folder below a run: ``pins/<key of a checkpoint>/<who needs it>``, for forks and promoted
+versions.
+"""
 HISTORY = "metrics.jsonl"
 """The file that is kept of a deleted checkpoint, beside its manifest: the curves of a run need it."""
 
 
 class RetentionParams(Protocol):
-    """The parameters of a stage that say which of its checkpoints are kept; None: all, and none beside these."""
+    """The parameters of a stage that say which of its checkpoints are kept; None: all, and none
+    beside these.
+    """
 
     save_total_limit: int | None
     keep_every: int | None
@@ -58,7 +66,9 @@ def list_pinned(run: str) -> set[str]:
 
 
 def list_needed(
-    url: str, manifest: Manifest, find: Callable[[str], Manifest | None]
+    url: str,
+    manifest: Manifest,
+    find: Callable[[str], Manifest | None],
 ) -> Iterator[str]:
     """Yield the URLs that are needed to continue training from the checkpoint at `url`.
 
@@ -82,7 +92,8 @@ def list_needed(
 
 
 def delete_old_checkpoints(stage: Stage[RetentionParams], manifest: Manifest) -> None:
-    """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, if the stage has that limit.
+    """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, if the
+    stage has that limit.
 
     Also kept are pinned checkpoints, those needed to continue training from a kept one, the models
     of each ``keep_every``th iteration, and all manifests and histories: a run resumes and reports
@@ -112,7 +123,9 @@ def delete_old_checkpoints(stage: Stage[RetentionParams], manifest: Manifest) ->
 
 
 def list_needed_by(run: str, newest: Sequence[tuple[str, Manifest]]) -> set[str]:
-    """List the URLs of the pinned checkpoints of a run, and of all that these and the `newest` ones need."""
+    """List the URLs of the pinned checkpoints of a run, and of all that these and the `newest` ones
+    need.
+    """
     pinned = list_pinned(run)
     needed = set(pinned)
     continued = list(newest)
@@ -126,7 +139,8 @@ def list_needed_by(run: str, newest: Sequence[tuple[str, Manifest]]) -> set[str]
 
 
 def _list_deletable(
-    chain: Iterable[tuple[str, Manifest]], needed: Set[str]
+    chain: Iterable[tuple[str, Manifest]],
+    needed: Set[str],
 ) -> list[tuple[str, Manifest]]:
     """List the checkpoints that are not `needed`, newest first, up to the first without files.
 
@@ -157,7 +171,8 @@ def prune_checkpoint(url: str, manifest: Manifest, rule: str) -> None:
 
 
 def check_trainable(checkpoint: Artifact) -> None:
-    """Check that training can go on from a checkpoint: its trainer's state is there, or what restores it.
+    """Check that training can go on from a checkpoint: its trainer's state is there, or what
+    restores it.
 
     Raises:
         UserError: retention has deleted that.

@@ -16,20 +16,34 @@ Packing = Literal["auto", "packed", "padded"]
 Schedule = Literal["constant", "linear", "cosine"]
 
 MODEL_OPTIONS = (
-    *("dtype", "attn_implementation", "packing", "max_length", "gradient_checkpointing", "lora"),
-    *("cpu_offload", "torch_compile", "use_liger_kernel"),
+    "dtype",
+    "attn_implementation",
+    "packing",
+    "max_length",
+    "gradient_checkpointing",
+    "lora",
+    "cpu_offload",
+    "torch_compile",
+    "use_liger_kernel",
 )
 """The options that `tuneloop.training.fsdp.policy.Policy` has."""
 LOGITS = 1 << 25
 """Maximum number of logits at once, 128 MiB in float32: 1024 tokens of a vocabulary of 32768."""
 GPU_LOGITS = 1 << 28
-"""The same on a GPU, 1 GiB in float32. Each part of the logits reads the output layer's weights anew."""
+"""The same on a GPU, 1 GiB in float32.
+
+Each part of the logits reads the output layer's weights anew.
+"""
 
 
 @dataclass(frozen=True)
 class Optimization:
-    """AdamW, its schedule and clipping, by the names and meanings of transformers' TrainingArguments. `max_steps` is
-    where ``linear`` and ``cosine`` reach zero. Step 1 of a warm-up already has a rate above zero."""
+    """AdamW, its schedule and clipping, by the names and meanings of transformers'
+    TrainingArguments.
+
+    `max_steps` is where ``linear`` and ``cosine`` reach zero. Step 1 of a warm-up already has a
+    rate above zero.
+    """
 
     learning_rate: float
     lr_scheduler_type: Schedule
@@ -46,22 +60,29 @@ class Optimization:
             return self.learning_rate * step / self.warmup_steps
         if self.lr_scheduler_type == "constant":
             return self.learning_rate
-        done = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps))
-        left = (
-            1 - done if self.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
-        )
-        return self.learning_rate * left
+        # Without a step after the warm-up there is nothing to divide by.
+        decay_steps = max(1, self.max_steps - self.warmup_steps)
+        progress = min(1.0, (step - 1 - self.warmup_steps) / decay_steps)
+        if self.lr_scheduler_type == "linear":
+            return self.learning_rate * (1 - progress)
+        return self.learning_rate * ((1 + math.cos(math.pi * progress)) / 2)
 
 
 class TrainerOptions(Options):
-    """Options of a trainer; a stage's subclass may set defaults and `flags`. `sequences`: sequences in an example."""
+    """Options of a trainer; a stage's subclass may set defaults and `flags`.
+
+    Attributes:
+        sequences: the number of sequences in an example.
+    """
 
     sequences: ClassVar[int] = 1
 
     max_steps: int = Field(100, ge=1, description="optimizer steps")
     per_device_train_batch_size: int = Field(32, ge=1, description="examples in a micro-batch")
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="a step is batch x accumulation x processes examples"
+        1,
+        ge=1,
+        description="a step is batch x accumulation x processes examples",
     )
     learning_rate: float = Field(1e-4, gt=0)
     lr_scheduler_type: Schedule = "constant"
@@ -71,20 +92,26 @@ class TrainerOptions(Options):
     adam_beta2: float = Field(0.99, ge=0, lt=1)
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
     max_length: int = Field(
-        256, ge=2, description="tokens of prompt and completion; longer is an error"
+        256,
+        ge=2,
+        description="tokens of prompt and completion; longer is an error",
     )
     packing: Packing = Field(
-        "auto", description="auto: packed on a GPU with a kernel for it, else padded"
+        "auto",
+        description="auto: packed on a GPU with a kernel for it, else padded",
     )
     gradient_checkpointing: bool = Field(
-        False, description="recompute activations in place of keeping them"
+        False,
+        description="recompute activations in place of keeping them",
     )
     lora: Lora | None = Field(None, description="train adapters by peft, with peft's option names")
     cpu_offload: bool = Field(
-        False, description="FSDP shards and optimizer in the host's memory; several GPUs only"
+        False,
+        description="FSDP shards and optimizer in the host's memory; several GPUs only",
     )
     torch_compile: bool = Field(
-        False, description="compile layers; resuming is then exact to float tolerance only"
+        False,
+        description="compile layers; resuming is then exact to float tolerance only",
     )
     use_liger_kernel: bool = Field(False, description="liger-kernel's Triton kernels; GPUs only")
     dtype: Dtype = Field("float32", description="of the computation; parameters are float32")
@@ -117,9 +144,9 @@ class TrainerOptions(Options):
 
     @property
     def optimization(self) -> Optimization:
-        return Optimization(
-            **{field.name: getattr(self, field.name) for field in fields(Optimization)}
-        )
+        """The options of the optimizer alone."""
+        values = {field.name: getattr(self, field.name) for field in fields(Optimization)}
+        return Optimization(**values)
 
     @property
     def model_options(self) -> dict[str, Any]:
@@ -134,7 +161,9 @@ class PairOptions(TrainerOptions):
 
     per_device_train_batch_size: int = Field(32, ge=1, description="pairs in a micro-batch")
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="a step is batch x accumulation x processes pairs"
+        1,
+        ge=1,
+        description="a step is batch x accumulation x processes pairs",
     )
 
 

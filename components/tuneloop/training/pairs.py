@@ -32,7 +32,9 @@ PLANNED = 8192
 
 
 class Pairs(LazySequence[list[Document]]):
-    """Pairs by index: a prompt with the chosen completion, then with the rejected one, in the order of `documents`."""
+    """Pairs by index: a prompt with the chosen completion, then with the rejected one, in the order
+    of `documents`.
+    """
 
     def __init__(self, documents: Corpus) -> None:
         self.documents = documents
@@ -40,7 +42,9 @@ class Pairs(LazySequence[list[Document]]):
         super().__init__(len(self.ids), lambda index: documents[2 * index : 2 * index + 2])
 
     def digests(self) -> pa.StringArray:
-        """Compute the xxh3-64 of each pair's documents: tells whether two stages saw the same tokens."""
+        """Compute the xxh3-64 of each pair's documents: tells whether two stages saw the same
+        tokens.
+        """
         digests: list[str] = []
         for pair in self:
             digest = xxhash.xxh3_64()
@@ -52,7 +56,9 @@ class Pairs(LazySequence[list[Document]]):
 
 
 class Mismatched(LazySequence[Document]):
-    """Each prompt with the completions of the previous pair: unrelated samples, from which KTO estimates KL."""
+    """Each prompt with the completions of the previous pair: unrelated samples, from which KTO
+    estimates KL.
+    """
 
     def __init__(self, documents: Sequence[Document]) -> None:
         def mix(index: int) -> Document:
@@ -71,7 +77,11 @@ def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
 
 
 def fit_pairs(
-    stage: Stage, pairs: Pairs, prompts: Artifact, policy: "Policy", options: TrainerOptions
+    stage: Stage,
+    pairs: Pairs,
+    prompts: Artifact,
+    policy: "Policy",
+    options: TrainerOptions,
 ) -> Pairs:
     """Return the pairs both of whose documents fit; see `fit_corpus`."""
     documents = fit_corpus(
@@ -87,7 +97,9 @@ def fit_pairs(
 
 
 def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "Tensor":
-    """Sum the log-probabilities of each document's targets in one forward pass: float32 ``[documents]``."""
+    """Sum the log-probabilities of each document's targets in one forward pass: float32
+    ``[documents]``.
+    """
     import torch
 
     batch = policy.collate(documents) if isinstance(documents, Sequence) else documents
@@ -103,8 +115,11 @@ def score_documents(
     limit: int,
     score: "Score" = sum_logprobs,
 ) -> "array[float]":
-    """Compute `score` of any number of documents, at most `limit` at once, on every rank. On SIGTERM `stage` ends; it
-    is None within an optimizer step, which must be completed, so that a resume point can follow."""
+    """Compute `score` of any number of documents, at most `limit` at once, on every rank.
+
+    On SIGTERM `stage` ends; it is None within an optimizer step, which must be completed, so that a
+    resume point can follow.
+    """
     scores = array("d")
     for start in range(0, len(documents), PLANNED):
         part = documents[start : start + PLANNED]
@@ -121,9 +136,15 @@ def score_documents(
 
 
 def compute_accuracy(
-    stage: Stage, policy: ScoringPolicy, pairs: Pairs, limit: int, score: "Score" = sum_logprobs
+    stage: Stage,
+    policy: ScoringPolicy,
+    pairs: Pairs,
+    limit: int,
+    score: "Score" = sum_logprobs,
 ) -> float:
-    """Compute the share of pairs whose chosen completion has a higher `score` than the rejected one."""
+    """Compute the share of pairs whose chosen completion has a higher `score` than the rejected
+    one.
+    """
     scores = score_documents(stage, policy, pairs.documents, limit, score)
     right = sum(chosen > rejected for chosen, rejected in zip(scores[0::2], scores[1::2]))
     return right / len(pairs)

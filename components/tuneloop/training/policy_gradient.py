@@ -1,4 +1,6 @@
-"""Steps on samples: the log-probabilities of micro-batches, an algorithm's loss on them, and its metrics."""
+"""Steps on samples: the log-probabilities of micro-batches, an algorithm's loss on them, and its
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective to minimise: an algorithm's loss, over micro-batches of at most `limit` rollouts."""
+    """The objective to minimise: an algorithm's loss, over micro-batches of at most `limit`
+    rollouts.
+    """
 
     stage: Stage
     algorithm: PolicyGradient
@@ -32,7 +36,10 @@ class Objective:
     limit: int
 
     def score(
-        self, policy: Policy, samples: Sequence[Sample], name: Literal["old", "reference"]
+        self,
+        policy: Policy,
+        samples: Sequence[Sample],
+        name: Literal["old", "reference"],
     ) -> None:
         """Set `name` of all samples to the log-probabilities under `policy`, on every rank."""
         logprobs_by_index: dict[int, list[float]] = {}
@@ -52,7 +59,9 @@ class Objective:
                 samples[index].reference = array("f", logprobs)
 
     def step(self, trainer: Trainer, samples: Sequence[Sample]) -> float:
-        """Take one optimizer step on a mini-batch, and return its loss; measures go to the stage's metrics."""
+        """Take one optimizer step on a mini-batch, and return its loss; measures go to the stage's
+        metrics.
+        """
         import torch
 
         counted = [sample for sample in samples if sample.counted]
@@ -121,7 +130,9 @@ class Objective:
         )
         loss, measures = self.algorithm.loss(tokens)
         weights = torch.tensor(
-            [weight_by_id[sample.id] for sample in samples], dtype=torch.float32, device=device
+            [weight_by_id[sample.id] for sample in samples],
+            dtype=torch.float32,
+            device=device,
         )
         return loss * weights.repeat_interleave(counts), measures | {"entropy": entropy}
 

@@ -41,7 +41,10 @@ class Pretrained:
 
     @property
     def surplus_tokens(self) -> list[str]:
-        """The tokens whose ids lie beyond the model's embeddings. The model can neither read nor produce them."""
+        """The tokens whose ids lie beyond the model's embeddings.
+
+        The model can neither read nor produce them.
+        """
         size = self.model.config.get_text_config().vocab_size
         vocabulary = self.tokenizer.get_vocab()
         ids = {number: token for token, number in vocabulary.items() if number >= size}
@@ -49,7 +52,10 @@ class Pretrained:
 
 
 def load_pretrained(
-    address: str, revision: str | None, trust_remote_code: bool, adapter_base: str | None = None
+    address: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    adapter_base: str | None = None,
 ) -> Pretrained:
     """Load a model and its tokenizer from a directory or the hub. Adapters of peft are merged into
     their base model, `adapter_base` or the one that they name.
@@ -78,7 +84,10 @@ def _find_adapter(name: str, revision: str | None) -> AdapterFiles | None:
 
 
 def _load_adapted(
-    name: str, adapter: AdapterFiles, adapter_base: str | None, trust_remote_code: bool
+    name: str,
+    adapter: AdapterFiles,
+    adapter_base: str | None,
+    trust_remote_code: bool,
 ) -> Pretrained:
     """Load the model under adapters, and merge them into it."""
     chosen, revision = adapter.choose_base(name, adapter_base)
@@ -88,18 +97,18 @@ def _load_adapted(
         with explain_failures(FIELD, base):
             if _find_adapter(base, revision):
                 raise UserError(FIELD, base, STACKED)
-        whole = _load_whole(base, revision, trust_remote_code)
+        pretrained = _load_whole(base, revision, trust_remote_code)
     except UserError as error:
         raise UserError(FIELD, name, explain_base(base, error.remedy)) from error
-    model, is_changed = merge_adapter(whole.model, adapter, name, base)
-    tokenizer = whole.tokenizer
+    model, is_changed = merge_adapter(pretrained.model, adapter, name, base)
+    tokenizer = pretrained.tokenizer
     if has_tokenizer(adapter.directory):
         with explain_failures(FIELD, name):
             tokenizer = _load_tokenizer(str(adapter.directory), None, trust_remote_code)
     adapted = Pretrained(
         model=model,
         tokenizer=tokenizer,
-        directory=whole.directory,
+        directory=pretrained.directory,
         adapter_base=base,
         is_unchanged=not is_changed,
     )
@@ -145,20 +154,28 @@ def _load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) ->
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(
-        name, revision=revision, trust_remote_code=trust_remote_code
+        name,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
     )
 
 
 def _fetch_companions(name: str, revision: str | None) -> Path:
-    """Fetch the files beside the weights of a model on the hub; return its directory in the cache, weights included."""
+    """Fetch the files beside the weights of a model on the hub; return its directory in the cache,
+    weights included.
+    """
     from huggingface_hub import snapshot_download
 
+    # The weights are in the cache already, and need not be looked up.
     ignored = [*WEIGHTS, CARD, ".*", "*/*"]
     return Path(snapshot_download(name, revision=revision, ignore_patterns=ignored))
 
 
 def _check_special_tokens(name: str, pretrained: Pretrained) -> None:
-    """Give a tokenizer without padding its end of sequence for that. Raises UserError: it has no usable end."""
+    """Give a tokenizer without padding its end of sequence for that.
+
+    Raises UserError: it has no usable end.
+    """
     tokenizer = pretrained.tokenizer
     size = pretrained.model.config.get_text_config().vocab_size
     if tokenizer.eos_token_id is None:
@@ -166,8 +183,9 @@ def _check_special_tokens(name: str, pretrained: Pretrained) -> None:
         raise UserError(FIELD, name, remedy)
     if tokenizer.eos_token_id >= size:
         remedy = (
-            f"its tokenizer's eos_token {tokenizer.eos_token} has the id {tokenizer.eos_token_id}, and its weights "
-            f"have embeddings for {size} ids only; use its own tokenizer, or add embeddings"
+            f"its tokenizer's eos_token {tokenizer.eos_token} has the id "
+            f"{tokenizer.eos_token_id}, and its weights have embeddings for {size} ids only; use "
+            "its own tokenizer, or add embeddings"
         )
         raise UserError(FIELD, name, remedy)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= size:
@@ -175,9 +193,12 @@ def _check_special_tokens(name: str, pretrained: Pretrained) -> None:
 
 
 def _separate_heads(model: Any) -> None:
-    """Say in the configuration that the output layer has weights of its own, where it says it shares the embeddings'.
+    """Say in the configuration that the output layer has weights of its own, where it says it
+    shares the embeddings'.
 
-    transformers loads both matrices of such a model and uses both. Others would tie them and compute otherwise."""
+    transformers loads both matrices of such a model and uses both. Others would tie them and
+    compute otherwise.
+    """
     import torch
 
     head = model.get_output_embeddings()

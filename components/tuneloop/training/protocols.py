@@ -22,13 +22,17 @@ class ScoringPolicy(Protocol):
     ranks: "Ranks"
 
     def plan(self, lengths: Sequence[int], limit: int) -> list[list[int]]:
-        """Plan this rank's micro-batches of examples with these tokens, as indices, at most `limit` in each."""
+        """Plan this rank's micro-batches of examples with these tokens, as indices, at most `limit`
+        in each.
+        """
 
     def collate(self, documents: Sequence[Document]) -> "Batch":
         """Lay documents out for one forward pass."""
 
     def collate_ahead(
-        self, documents: Sequence[Document], plan: Iterable[list[int]]
+        self,
+        documents: Sequence[Document],
+        plan: Iterable[list[int]],
     ) -> "Iterator[Batch]":
         """Yield each micro-batch of a plan, the next one laid out meanwhile."""
 

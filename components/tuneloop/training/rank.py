@@ -1,11 +1,12 @@
 """Run a module as one rank of another project's trainer, so that its process ends when it is done.
 
-``python -m tuneloop.training.rank trl.scripts.sft …`` is ``python -m trl.scripts.sft …``. With torch
-2.13 and gloo the latter hangs now and then after the model was saved, mostly on a busy machine. The
-script destroys the process group, then drops its model, whose `DistributedDataParallel` has the
-last reference to the group. The group's destructor waits for its threads with the GIL held, and one
-of them waits for the GIL, to drop the last tensor that it sent (similar to pytorch/pytorch issue
-56297). Where Python has the last reference, the GIL is released. So this module keeps one.
+``python -m tuneloop.training.rank trl.scripts.sft …`` is ``python -m trl.scripts.sft …``. With
+torch 2.13 and gloo the latter hangs now and then after the model was saved, mostly on a busy
+machine. The script destroys the process group, then drops its model, whose
+`DistributedDataParallel` has the last reference to the group. The group's destructor waits for its
+threads with the GIL held, and one of them waits for the GIL, to drop the last tensor that it sent
+(similar to pytorch/pytorch issue 56297). Where Python has the last reference, the GIL is released.
+So this module keeps one.
 """
 
 import runpy

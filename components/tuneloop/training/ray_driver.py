@@ -1,10 +1,12 @@
 """Run one command on several nodes of a Ray cluster, with torchrun's rendezvous between them.
 
-    python -m tuneloop.training.ray_driver --nodes 2 --processes 4 -- python -m tuneloop.training.torchrun -m
-    tuneloop.stages.sft --policy …
+    python -m tuneloop.training.ray_driver --nodes 2 --processes 4 -- python -m
+    tuneloop.training.torchrun -m tuneloop.stages.sft --policy …
 
-It is the entrypoint of a RayJob. Each node runs the command with its own ``PET_*`` variables, and its output goes to
-the driver. Ray restarts nothing: stages know how to resume, and a RayJob's ``backoffLimit`` says how often to try."""
+It is the entrypoint of a RayJob. Each node runs the command with its own ``PET_*`` variables, and
+its output goes to the driver. Ray restarts nothing: stages know how to resume, and a RayJob's
+``backoffLimit`` says how often to try.
+"""
 
 import argparse
 import os
@@ -67,10 +69,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
-    """Run the command on this node with an `environment` beside the node's own, and return its exit code."""
+    """Run the command on this node with an `environment` beside the node's own, and return its exit
+    code.
+    """
     # Ray forwards these two streams to the driver.
     process = subprocess.run(
-        command, env=os.environ | environment, stdout=sys.stdout, stderr=sys.stderr
+        command,
+        env=os.environ | environment,
+        stdout=sys.stdout,
+        stderr=sys.stderr,
     )
     return process.returncode
 

@@ -1,4 +1,7 @@
-"""Scored rollouts, read and checked for `policy_update`: some 25 bytes a token, since every rank holds all."""
+"""Scored rollouts, read and checked for `policy_update`.
+
+Every rank holds all of them, so a token takes some 25 bytes and not the hundreds of Python objects.
+"""
 
 import math
 from array import array
@@ -17,6 +20,7 @@ from tuneloop.formats.token_files import Document
 
 TOKENS = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "policy_versions")
 COLUMNS = ("request_id", "group", *TOKENS, "finish_reason", "outcome", "score")
+"""The columns that are read, in their order; those of `TOKENS` have one value a token."""
 
 
 @dataclass(slots=True)
@@ -26,7 +30,8 @@ class Sample:
     Attributes:
         group: 0 … G-1.
         score: None unless it was scored.
-        length: number of tokens that the policy sampled, without an environment's replies between its turns.
+        length: number of tokens that the policy sampled, without an environment's replies between
+            its turns.
         truncated: whether sampling ended at the token limit.
         age: how many versions older than the policy its oldest token is.
         engine: log-probabilities under which it was sampled.
@@ -74,19 +79,27 @@ def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> f
 
 
 def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sample]:
-    """Read scored rollouts. Raises UserError: none, a missing column, a token's version out of bounds, wrong values."""
+    """Read scored rollouts.
+
+    Raises UserError: none, a missing column, a token's version out of bounds, wrong values.
+    """
+    # Groups are numbered as they come.
     groups: dict[str, int] = {}
-    rows = _rows(open_rows(rewards, "rewards.parquet", COLUMNS, "--rewards", "the stage reward"))
+    rows = _iterate_rows(
+        open_rows(rewards, "rewards.parquet", COLUMNS, "--rewards", "the stage reward")
+    )
     return [
-        _sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness)
+        _make_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness)
         for row in rows
     ]
 
 
-def select_groups(samples: Sequence[Sample], wanted: int) -> tuple[list[Sample], dict[str, int]]:
-    """Select the first `wanted` groups whose scores differ: the dynamic sampling of DAPO (arXiv 2503.14476, eq. 11).
+def select_groups(samples: Sequence[Sample], limit: int) -> tuple[list[Sample], dict[str, int]]:
+    """Select the first `limit` groups whose scores differ: the dynamic sampling of DAPO (arXiv
+    2503.14476, eq. 11).
 
-    They are the first in the order of requests; those that ended first would favour short completions.
+    They are the first in the order of requests; those that ended first would favour short
+    completions.
 
     Returns:
         Their samples, with groups renumbered; and how many groups were `asked` for, `kept`,
@@ -97,7 +110,7 @@ def select_groups(samples: Sequence[Sample], wanted: int) -> tuple[list[Sample],
         if sample.score is not None:
             scores_by_group[sample.group].add(sample.score)
     eligible = [group for group, scores in scores_by_group.items() if len(scores) > 1]
-    number_by_group = {group: number for number, group in enumerate(eligible[:wanted])}
+    number_by_group = {group: number for number, group in enumerate(eligible[:limit])}
     selected = [
         replace(sample, group=number_by_group[sample.group])
         for sample in samples
@@ -129,8 +142,10 @@ def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
             )
 
 
-def _rows(table: pq.ParquetFile) -> Iterator[JsonObject]:
-    """Yield rows whose `TOKENS` are NumPy arrays: as a Python object, a token would take some hundred bytes."""
+def _iterate_rows(table: pq.ParquetFile) -> Iterator[JsonObject]:
+    """Yield rows whose `TOKENS` are NumPy arrays: as a Python object, a token would take some
+    hundred bytes.
+    """
     scalars = [name for name in COLUMNS if name not in TOKENS]
     for batch in table.iter_batches(ROWS, columns=list(COLUMNS)):
         for index, row in enumerate(batch.select(scalars).to_pylist()):
@@ -139,7 +154,7 @@ def _rows(table: pq.ParquetFile) -> Iterator[JsonObject]:
             yield row
 
 
-def _sample(row: JsonObject, group: int, version: int, max_staleness: int) -> Sample:
+def _make_sample(row: JsonObject, group: int, version: int, max_staleness: int) -> Sample:
     """Make the sample of a row. Raises UserError at a value that cannot be trained on."""
     name = row["request_id"]
     prompt = row["prompt_ids"]
@@ -169,10 +184,10 @@ def _sample(row: JsonObject, group: int, version: int, max_staleness: int) -> Sa
         raise UserError(f"score of {name}", score, remedy)
     targets = array("b", bytes(len(prompt)) + mask.astype(np.uint8).tobytes())
     return Sample(
-        name,
-        Document(array("i", ids.astype(np.int32).tobytes()), targets),
-        group,
-        score,
+        id=name,
+        document=Document(array("i", ids.astype(np.int32).tobytes()), targets),
+        group=group,
+        score=score,
         length=int(mask.sum()),
         truncated=row["finish_reason"] == "length",
         age=version - int(versions.min(initial=version)),

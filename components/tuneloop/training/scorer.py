@@ -16,7 +16,9 @@ from tuneloop.training.fsdp.trainer import Trainer
 
 
 class _Scoring(torch.nn.Module):
-    """The parts of ``…ForSequenceClassification`` under its names; the class itself does not know packed rows."""
+    """The parts of ``…ForSequenceClassification`` under its names; the class itself does not know
+    packed rows.
+    """
 
     def __init__(self, body: torch.nn.Module, score: torch.nn.Linear, config: Any) -> None:
         super().__init__()
@@ -43,7 +45,10 @@ class _Scoring(torch.nn.Module):
 
 
 class Scorer(Policy):
-    """Scores documents. A language model's directory is opened with a new head of zeros, so that every score is 0."""
+    """Scores documents.
+
+    A language model's directory is opened with a new head of zeros, so that every score is 0.
+    """
 
     def _open(self, directory: Path) -> Any:
         model = self._adapt(_open(directory, torch.float32, self.layout.attention))
@@ -61,7 +66,9 @@ class Scorer(Policy):
         return super().collate(extended)
 
     def scores(self, documents: Sequence[Document] | Batch) -> Tensor:
-        """Score documents in one forward pass: the head's number at each one's last token, with gradient."""
+        """Score documents in one forward pass: the head's number at each one's last token, with
+        gradient.
+        """
         batch = documents if isinstance(documents, Batch) else self.collate(documents)
         return self._logits(batch.to(self.ranks.device)).float()[:, 0]
 

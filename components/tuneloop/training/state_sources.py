@@ -34,7 +34,9 @@ class Committed:
 
 @dataclass(frozen=True)
 class Missing:
-    """The state is neither in memory nor written: the updates since the last one have to be repeated."""
+    """The state is neither in memory nor written: the updates since the last one have to be
+    repeated.
+    """
 
 
 StateSource = Fresh | Resident | Committed | Missing
@@ -83,7 +85,11 @@ def find_state_source(
 
 
 def explain_fresh_state(
-    state: TrainerState, options: TrainerOptions, stage_name: str, *, reset: bool
+    state: TrainerState,
+    options: TrainerOptions,
+    stage_name: str,
+    *,
+    reset: bool,
 ) -> str:
     """Say why the optimizer cannot continue from this state; empty if it can."""
     if reset:
@@ -98,7 +104,10 @@ def explain_fresh_state(
 
 
 def load_committed_state(
-    trainer: Trainer, source: Committed, policy: Artifact, ranks: Ranks
+    trainer: Trainer,
+    source: Committed,
+    policy: Artifact,
+    ranks: Ranks,
 ) -> None:
     """Load the state that was written behind `policy`, and verify its digest; called by all ranks.
 
