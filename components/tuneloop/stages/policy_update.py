@@ -361,47 +361,49 @@ def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
     stage.notes["replayed"] = summary
 
 
-def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
+def repeat_update(stage: Stage, repeated: Artifact, ranks: Ranks) -> None:
     """Repeat the update that made a checkpoint, and verify that the result has the same bits.
 
     Raises:
         UserError: the number of processes is another one, or the result has other bits.
     """
     remedy = (
-        f"({describe_machines(made, ranks)}); continue where it was made, or begin another run at a "
+        f"({describe_machines(repeated, ranks)}); continue where it was made, or begin another run at a "
         "checkpoint that has its state"
     )
-    world_size = made.manifest.provenance["world_size"]
+    world_size = repeated.manifest.provenance["world_size"]
     if world_size != ranks.world:
         problem = (
             f"the update was made by {world_size} processes, and another number gives other bits"
         )
         raise UserError("--expected-world-size", ranks.world, f"{problem} {remedy}")
-    params = policy_update.validate(made.manifest.params)
-    inputs = {name: Artifact(ref) for name, ref in made.manifest.inputs.items()}
+    params = policy_update.validate(repeated.manifest.params)
+    inputs = {name: Artifact(ref) for name, ref in repeated.manifest.inputs.items()}
     arguments = policy_update.build_arguments(params, inputs)
     # Where the user publishes has no influence on the update.
     unused = {"weights", "seed"}
     used = {name: value for name, value in arguments.items() if name not in unused}
     with tempfile.TemporaryDirectory() as scratch, _scratch_stage(stage, params, Path(scratch)):
         trainer, _ = train_policy(stage, ranks, **used)
-    state = CheckpointFacts.read(made).trainer_state
+    state = CheckpointFacts.read(repeated).trainer_state
     committed_digest = state.digest if state else None
     digest = trainer.compute_state_digest()
     if digest != committed_digest:
         raise UserError("trainer's state", digest, f"{committed_digest} was committed {remedy}")
-    checkpoint.RESIDENT.keep(trainer, made.manifest.root, arguments["options"])
+    checkpoint.RESIDENT.keep(trainer, repeated.manifest.root, arguments["options"])
 
 
-def describe_machines(made: Artifact, ranks: Ranks) -> str:
+def describe_machines(repeated: Artifact, ranks: Ranks) -> str:
     """Describe what decides an update's bits, where a checkpoint was made and here."""
-    theirs = made.manifest.provenance
+    theirs = repeated.manifest.provenance
     ours = collect_provenance(0.0, ranks.world)
     pairs = {
         name: (theirs.get(name), ours[name]) for name in ("world_size", "device", "threads", "code")
     }
     pairs["torch"] = (theirs["packages"]["torch"], ours["packages"]["torch"])
-    return ", ".join(f"{name} {then} then, {now} now" for name, (then, now) in pairs.items())
+    return ", ".join(
+        f"{name} {former} then, {current} now" for name, (former, current) in pairs.items()
+    )
 
 
 @contextmanager
@@ -411,7 +413,7 @@ def _scratch_stage(stage: Stage, params: Params, out: Path) -> Iterator[None]:
     That update's files, facts, notes and timings are dropped. It is the same object, since a signal
     sets its `stopping`.
     """
-    own = replace(stage)
+    saved = replace(stage)
     stage.params = params
     stage.out = out
     stage.facts = {}
@@ -420,11 +422,11 @@ def _scratch_stage(stage: Stage, params: Params, out: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        stage.params = own.params
-        stage.out = own.out
-        stage.facts = own.facts
-        stage.notes = own.notes
-        stage.timings = own.timings
+        stage.params = saved.params
+        stage.out = saved.out
+        stage.facts = saved.facts
+        stage.notes = saved.notes
+        stage.timings = saved.timings
 
 
 def take_steps(

@@ -47,7 +47,9 @@ def reward(
     punish: Annotated[
         bool,
         Field(
-            description="completions that use up a reward's time or memory, or crash it, get its least score"
+            description=(
+                "completions that use up a reward's time or memory, or crash it, get its least score"
+            )
         ),
     ] = True,
     memory_mb: Annotated[int, Field(ge=1, description="memory of each process that judges")] = 4096,
@@ -120,13 +122,14 @@ def _write(file: pq.ParquetFile, outcomes: Sequence[Outcome], scored: Path) -> N
     remaining = iter(outcomes)
     # The names and types of the added columns are in the order of the values below.
     added = pa.schema({"outcome": pa.string(), "score": pa.float32(), "breakdown": pa.string()})
-    with pq.ParquetWriter(scored, pa.schema([*file.schema_arrow, *added])) as out:
+    schema = pa.schema(list(file.schema_arrow) + list(added))
+    with pq.ParquetWriter(scored, schema) as writer:
         for batch in file.iter_batches(ROWS):
             part = list(itertools.islice(remaining, batch.num_rows))
             breakdowns = [json.dumps(o.breakdown, sort_keys=True) for o in part]
             columns = [[o.outcome for o in part], [o.score for o in part], breakdowns]
             arrays = [pa.array(values, field.type) for values, field in zip(columns, added)]
-            out.write_batch(pa.record_batch([*batch.columns, *arrays], schema=out.schema))
+            writer.write_batch(pa.record_batch(batch.columns + arrays, schema=schema))
 
 
 def summarize_rewards(rows: Sequence[JsonObject], outcomes: Sequence[Outcome]) -> JsonObject:
