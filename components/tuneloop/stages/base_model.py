@@ -42,6 +42,8 @@ TINY_SHAPE: JsonObject = {
     "head_dim": 32,
     "tie_word_embeddings": True,
 }
+UNBOUNDED = 1 << 30
+"""The context of a model whose configuration names none, in tokens."""
 PAD = "<|endoftext|>"
 EOS = "<|im_end|>"
 START = "<|im_start|>"
@@ -184,7 +186,6 @@ def base_model(
             that is none, or arguments that it does not have.
         Retryable: the hub does not answer.
     """
-    import torch
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -193,33 +194,30 @@ def base_model(
         if model in TINY:
             texts = _iterate_texts(prompts, model)
             tokenizer = train_tokenizer(texts, vocab_size, max_position_embeddings)
-            torch.manual_seed(stage.seed("init"))
-            policy = _make_tiny_model(model, tokenizer, max_position_embeddings)
+            policy = _make_tiny_model(stage, model, tokenizer, max_position_embeddings)
         else:
             pretrained = load_pretrained(model, revision, trust_remote_code, adapter_base)
             note_adapter(stage, pretrained)
             policy = pretrained.model
             tokenizer = pretrained.tokenizer
+        # They are written with the tokenizer, so that every stage and engine renders alike.
         set_chat_template(tokenizer, chat_template, template_args)
         set_date(stage, tokenizer, template_date)
         set_turn_end(stage, policy, tokenizer)
-    own_context = get_context(policy.config)
     if completion_tokens and prompts is not None:
-        context = min(own_context, engine_context or own_context)
+        context = get_context(policy.config, engine_context)
         with stage.timed("check"):
             check_prompts(stage, tokenizer, prompts, completion_tokens, context)
     dtype = str(policy.dtype).removeprefix("torch.") if save_dtype == "auto" else save_dtype
     with stage.timed("save"):
-        write_model(stage, policy.to(getattr(torch, dtype)), tokenizer, pretrained)
+        write_model(stage, policy, tokenizer, pretrained, dtype)
         # Without these the model would be in memory twice when it is opened again.
         pretrained = None
         del policy
     with stage.timed("canary"):
         policy = reopen_model(stage, trust_remote_code)
-        # Rows of the embeddings that only pad them are never served.
-        vocabulary = min(len(tokenizer), policy.config.get_text_config().vocab_size)
-        canary_texts = _iterate_texts(prompts, model) if prompts else iter(())
-        write_canary(stage, policy, tokenizer, canary_texts, vocabulary)
+        vocabulary = count_served_ids(policy, tokenizer)
+        write_canary(stage, policy, tokenizer, prompts, model)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     stage.facts.update(
         version=0,
@@ -233,15 +231,24 @@ def base_model(
     return {"parameters": parameters}
 
 
-def write_model(stage: Stage, policy: Any, tokenizer: Any, pretrained: Pretrained | None) -> None:
-    """Write a model and its tokenizer to ``model/``, with what lay beside a pretrained one, in
-    files as large.
+def write_model(
+    stage: Stage,
+    policy: Any,
+    tokenizer: Any,
+    pretrained: Pretrained | None,
+    dtype: str,
+) -> None:
+    """Write a model, cast to `dtype` in place, and its tokenizer to ``model/``.
+
+    With a pretrained one go the files that lay beside it, and its files' size.
     """
+    import torch
+
     target = stage.out / "model"
     shard_bytes = DEFAULT_SHARD_BYTES
     if pretrained:
-        dtype = str(policy.dtype).removeprefix("torch.")
         shard_bytes = choose_shard_bytes(pretrained.directory, dtype)
+    policy.to(getattr(torch, dtype))
     policy.save_pretrained(target, max_shard_size=shard_bytes)
     tokenizer.save_pretrained(target)
     if pretrained:
@@ -265,12 +272,13 @@ def write_canary(
     stage: Stage,
     policy: Any,
     tokenizer: Any,
-    texts: Iterator[str],
-    vocabulary: int,
+    prompts: Artifact | None,
+    name: str,
 ) -> None:
-    """Write the canary of a model over the tokens of `texts`, whose ids are below `vocabulary`."""
+    """Write the canary of the model called `name`: over tokens of the prompts, or derived ones."""
+    texts = _iterate_texts(prompts, name) if prompts else iter(())
     length = min(LENGTH, get_context(policy.config) - 1)
-    ids, origin = encode_text(tokenizer, texts, vocabulary, length)
+    ids, origin = encode_text(tokenizer, texts, count_served_ids(policy, tokenizer), length)
     make_canary(policy, ids, origin).write(stage.out / FILE)
 
 
@@ -306,9 +314,16 @@ def set_date(stage: Stage, tokenizer: Any, date: str | None) -> None:
         stage.log(f"the chat template shows today's date: {day} from here on (model.template_date)")
 
 
-def get_context(config: Any) -> int:
-    """Get the context of a model, in tokens; a very large number if its configuration does not say."""
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+def count_served_ids(policy: Any, tokenizer: Any) -> int:
+    """Count the token ids that both the model and its tokenizer have."""
+    # Rows of the embeddings that only pad them to a round number are never served.
+    return min(len(tokenizer), policy.config.get_text_config().vocab_size)
+
+
+def get_context(config: Any, limit: int | None = None) -> int:
+    """Get the context of a model, in tokens; a very large number if its configuration has none."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(int(context or UNBOUNDED), limit or UNBOUNDED)
 
 
 def set_turn_end(stage: Stage, policy: Any, tokenizer: Any) -> None:
@@ -386,8 +401,9 @@ def _iterate_texts(prompts: Artifact | None, model: str) -> Iterator[str]:
             yield from (text for text in texts if isinstance(text, str))
 
 
-def _make_tiny_model(name: str, tokenizer: Any, context: int) -> Any:
-    """Make a tiny model of random weights for a tokenizer."""
+def _make_tiny_model(stage: Stage, name: str, tokenizer: Any, context: int) -> Any:
+    """Make a tiny model for a tokenizer, of weights that are random from the stage's seed."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = TINY_SHAPE | {
@@ -397,6 +413,7 @@ def _make_tiny_model(name: str, tokenizer: Any, context: int) -> Any:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    torch.manual_seed(stage.seed("init"))
     if name == "tiny-llama":
         return LlamaForCausalLM(LlamaConfig(**shape))
     return Qwen3ForCausalLM(Qwen3Config(**shape))

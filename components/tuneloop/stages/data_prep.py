@@ -154,6 +154,7 @@ def data_prep(stage: Stage, *, options: DataOptions, seed: int = 0) -> Results:
     ``facts.dropped`` has their number and the first ten. Raises UserError at an unknown source,
     argument, column or reward, too few examples, or more bad rows than that.
     """
+    # A reward that does not exist is an error before the source is read, which may take long.
     if options.rewards is not None:
         parse_spec(json.dumps(options.rewards, sort_keys=True))
     if options.system is not None and not options.chat:
@@ -182,6 +183,7 @@ def data_prep(stage: Stage, *, options: DataOptions, seed: int = 0) -> Results:
     builder = RowBuilder(options.rewards, options.reward_args)
     tally = Tally(wrong_answers)
     writers = write_rows(stage, router, builder, tally)
+    # Bad rows are checked first: they may be why a split has too few.
     bad_rows.check(router.counts.read)
     check_required(options.required, splits, router.counts, options.source)
     check_sizes(splits, sizes, router.counts, options.source)
@@ -221,6 +223,7 @@ def write_rows(
     bar = stage.progress(router.total or expected, "rows")
 
     def examine_here(tables: Iterable[pa.Table], function: Examine) -> Iterator[pa.Table]:
+        # A table may take minutes, so SIGTERM has to end the stage within it.
         return map(functools.partial(function, progress=lambda _: stage.check_stop()), tables)
 
     has_ray = params.preparation == "ray"
@@ -240,13 +243,14 @@ def write_rows(
 
 
 def open_source(
-    stage: Stage, wanted: Mapping[Split, int | None]
+    stage: Stage, counts: Mapping[Split, int | None]
 ) -> tuple[Splits, dict[Split, Size]]:
     """Open the source of a stage's parameters, and choose how many rows each split gets."""
     source, arguments = find_source_of(stage.params)
-    splits = load_source(source, arguments, count_wanted(wanted), stage.seed("data"))
+    splits = load_source(source, arguments, count_wanted(counts), stage.seed("data"))
+    # Only a generator has as many rows as are asked for.
     is_endless = splits.rows is None and source != FILES
-    return splits, choose_sizes(wanted, splits.rows, splits.separate, is_endless)
+    return splits, choose_sizes(counts, splits.rows, splits.separate, is_endless)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployO
     server = Server(connect_to_cluster(namespace), options.deployment)
     prompt = pq.read_table(metrics.part("samples.parquet"))["prompt"][0].as_py()
 
+    # From here on pods are replaced; the annotation says what to go back to.
     server.change(lambda current: begin_promotion(current, model.ref, score, options))
     problem = wait_until_right(stage, server.find_unready, options.ready_s)
     if not problem:
@@ -143,7 +144,7 @@ def end_promotion(current: Promotion, model: str, deployment: str, *, failed: bo
     if failed:
         former: Promotion = current.get("former", current)
         return former
-    return {**current, "proved": True}
+    return current | {"proved": True}
 
 
 @dataclass(frozen=True)
@@ -244,9 +245,11 @@ def wait_until_right(stage: Stage, find_problem: Callable[[], str], seconds: flo
     `seconds`.
     """
     deadline = time.monotonic() + seconds
-    while (problem := find_problem()) and time.monotonic() < deadline:
+    problem = find_problem()
+    while problem and time.monotonic() < deadline:
         stage.check_stop()
         time.sleep(1.0)
+        problem = find_problem()
     return f"{problem} after {seconds:g} s" if problem else ""
 
 
@@ -259,6 +262,7 @@ def ask_model(url: str, name: str, prompt: str) -> str:
         names = [model["id"] for model in json.loads(listing)["data"]]
         if name not in names:
             return f"{url} serves {', '.join(names)} instead"
+        # A listing does not prove that the weights are loaded.
         body = {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0}
         status, answer = send_request("POST", f"{url}/v1/completions", timeout_s=PROBE_S, body=body)
         if status == 200 and json.loads(answer)["usage"]["completion_tokens"]:

@@ -75,10 +75,12 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
         total,
         required=False,
     )
+    # Names are part of the seeds: those of `rollout` have a p where these have an e.
     groups = [f"i{options.iteration:06d}-e{i:05d}" for i in range(len(rows))]
     with generate.open_engine(options) as engine:
         job = generate.Job(rows, groups, 1, options, spares=spares)
         tokenizer, _, completions = generate.generate_completions(stage, policy, job, engine)
+    # As rows of the stage `rollout`, so that both stages score alike.
     scored_rows: list[JsonObject] = []
     for row, group in zip(rows, completions):
         scored_row = dict(row)
@@ -88,6 +90,7 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
     with stage.timed("score"):
         outcomes = scoring.score(scored_rows, timeout_s=options.reward_timeout_s)
     scoring.check_budget(outcomes, options.error_budget)
+    # Completions that could not be judged count in the budget, and not as zeros in the mean.
     scores = [outcome.score for outcome in outcomes if outcome.score is not None]
     counts = {kind: sum(outcome.outcome == kind for outcome in outcomes) for kind in KINDS}
     samples = [

@@ -104,7 +104,7 @@ def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> 
             # An answer may lack anything, and lm-eval reads it without a check.
             with name_errors("--endpoint", options.endpoint, Exception):
                 stage.facts["canary"] = prove_server(model, policy, options.canary_tolerance)
-    # This hook is called after every answer.
+    # This hook is called after every answer: the only place where a long run can be interrupted.
     model.set_cache_hook(SimpleNamespace(add_partial=lambda *_: stage.check_stop()))
     # lm-eval would load the tasks a second time.
     manager.load = lambda _: tasks
@@ -165,15 +165,16 @@ def load_tasks(options: LmEvalOptions) -> tuple[Any, JsonObject]:
     return manager, tasks
 
 
-def read_metrics(evaluation: JsonMapping, wanted: str | None) -> dict[str, dict[str, float]]:
-    """Read the metrics of each task and group that has numbers, the `wanted` one first.
+def read_metrics(evaluation: JsonMapping, first: str | None) -> dict[str, dict[str, float]]:
+    """Read the metrics of each task and group that has numbers, the one called `first` before others.
 
     Raises:
         UserError: a task has none.
     """
     metrics_by_task: dict[str, dict[str, float]] = {}
     for task, result in evaluation["results"].items():
-        metrics = find_metrics(task, result, wanted)
+        metrics = find_metrics(task, result, first)
+        # A group without metrics of its own has its alias alone.
         if metrics:
             metrics_by_task[task] = metrics
     without = [task for task in evaluation["samples"] if task not in metrics_by_task]
@@ -190,7 +191,8 @@ def compute_score(
     Args:
         subtasks: group → its tasks and groups; a task has none.
     """
-    inside = {
+    # A group's metric is the mean over its tasks, which would count twice.
+    members = {
         child
         for name, children in subtasks.items()
         if name in metrics_by_task
@@ -199,7 +201,7 @@ def compute_score(
     scores = [
         next(iter(metrics.values()))
         for name, metrics in metrics_by_task.items()
-        if name not in inside
+        if name not in members
     ]
     return sum(scores) / len(scores)
 
@@ -259,6 +261,8 @@ def prove_server(model: Any, policy: Artifact, tolerance: float | None) -> dict[
     """
     canary = read_canary(policy)
     answer = model.model_call([canary.ids], generate=False)["choices"][0]
+    # Nothing precedes the first token, so that it has no log-probability; tokens after the canary
+    # are the server's own.
     logprobs = answer["logprobs"]["token_logprobs"][1 : len(canary.ids)]
     version = VersionFacts.read(policy).version
     try:
@@ -291,12 +295,13 @@ def name_errors(field: str, value: object, *kinds: type[Exception]) -> Iterator[
         raise UserError(field, value, f"lm-eval refuses it: {text}") from error
 
 
-def find_metrics(name: str, result: JsonMapping, wanted: str | None) -> dict[str, float]:
-    """Find lm-eval's metrics of a task or group, the `wanted` one first.
+def find_metrics(name: str, result: JsonMapping, first: str | None) -> dict[str, float]:
+    """Find lm-eval's metrics of a task or group, the one called `first` before others.
 
     Args:
         result: lm-eval's, whose metrics have keys as ``acc,none`` or ``exact_match,strict-match``.
-        wanted: a metric as ``acc``, or with its filter as ``exact_match/strict-match``.
+        first: a metric as ``acc``, or with its filter as ``exact_match/strict-match``; None: the
+            first one that the task has.
 
     Raises:
         UserError: it has only other metrics.
@@ -306,10 +311,11 @@ def find_metrics(name: str, result: JsonMapping, wanted: str | None) -> dict[str
         for key, number in result.items()
         if "," in key and isinstance(number, int | float)
     }
-    matches = [key for key in metrics if wanted in (None, key, key.partition("/")[0])]
+    matches = [key for key in metrics if first in (None, key, key.partition("/")[0])]
     if metrics and not matches:
-        raise UserError("metric", wanted, f"is none of {name}, which has {', '.join(metrics)}")
-    return {key: metrics[key] for key in [*matches[:1], *metrics]}
+        raise UserError("metric", first, f"is none of {name}, which has {', '.join(metrics)}")
+    # The key that is inserted first stays first.
+    return {key: metrics[key] for key in matches[:1] + list(metrics)}
 
 
 def list_samples(
@@ -318,6 +324,7 @@ def list_samples(
     """Yield the question and the answer of each document, and its value in the first metric."""
     metric, _, filter_name = next(iter(metrics)).partition("/")
     for sample in samples:
+        # Each filter of a task gives every document once more.
         if sample["filter"] != (filter_name or "none"):
             continue
         arguments = sample["arguments"]

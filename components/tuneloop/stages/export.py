@@ -83,8 +83,7 @@ def write_adapter(policy: Artifact, target: Path, title: str) -> None:
     target.mkdir(parents=True)
     write_tensors(target / "adapter_model.safetensors", tensors)
     hub_name, revision = find_hub_name(base)
-    config = {
-        **options,
+    config = options | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": hub_name,
@@ -117,6 +116,7 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """Write float32 tensors to a safetensors file."""
     entries = {name: ("F32", tensor.shape, tensor.nbytes) for name, tensor in tensors.items()}
     preallocate_safetensors(path, entries, {"format": "pt"})
+    # The header decides where a tensor lies.
     for name, entry in read_header(path).tensors.items():
         write_bytes_at(path, entry.start, tensors[name].reshape(-1).view(np.uint8))
 

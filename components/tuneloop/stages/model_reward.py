@@ -56,6 +56,7 @@ def model_reward(
         max_length = max(map(len, sequences)) + 1
         directory = scorer.part("model")
         model = Scorer(directory, ranks, max_length=max_length, **options.model_options)
+    # Another tokenizer's ids would be scored as other words; some can be told by their size.
     if max(max(ids) for ids in sequences) >= model.vocab_size:
         raise UserError(
             "--scorer",
@@ -63,6 +64,7 @@ def model_reward(
             "has a smaller vocabulary; train it from a model with this tokenizer",
         )
     with stage.timed("score"):
+        # A score has no targets: nothing is predicted.
         documents = [Document(ids, [False] * len(ids)) for ids in sequences]
         model_scores = score_documents(
             stage, model, documents, per_device_eval_batch_size, Scorer.scores
@@ -88,6 +90,7 @@ def model_reward(
 
 def read_rollouts(rollouts: Artifact) -> pa.Table:
     """Read rollouts, scored or not. Raises UserError: there are none."""
+    # The output of `reward` has the columns of rollouts, too.
     for name in ("rewards.parquet", "rollouts.parquet"):
         if name not in rollouts.manifest.files:
             continue

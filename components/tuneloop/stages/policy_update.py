@@ -90,7 +90,8 @@ class PolicyUpdateOptions(TrainerOptions):
     updates_per_batch: int = Field(
         1,
         ge=1,
-        description="optimizer steps: the groups are split into so many mini-batches, each used once",
+        description="optimizer steps: the groups are split into so many mini-batches, each used "
+        "once",
     )
     per_device_train_batch_size: int = Field(128, ge=1, description="rollouts in a micro-batch")
     max_staleness: int = Field(
@@ -99,19 +100,22 @@ class PolicyUpdateOptions(TrainerOptions):
     state_every: int = Field(
         1,
         ge=1,
-        description="iterations between writes of the trainer's state, which else is kept in memory, or replayed",
+        description="iterations between writes of the trainer's state, which else is kept in "
+        "memory, or replayed",
         json_schema_extra=UNTRACKED,
     )
     save_total_limit: int | None = Field(
         None,
         ge=2,
-        description="newest checkpoints of the loop to keep, with all that continuing from them needs; none: all",
+        description="newest checkpoints of the loop to keep, with all that continuing from them "
+        "needs; none: all",
         json_schema_extra=UNTRACKED,
     )
     keep_every: int | None = Field(
         None,
         ge=2,
-        description="iterations between models that stay, without the trainer's state, when save_total_limit passes on",
+        description="iterations between models that stay, without the trainer's state, when "
+        "save_total_limit passes on",
         json_schema_extra=UNTRACKED,
     )
 
@@ -185,6 +189,7 @@ def policy_update(
     )
     if stage.leader:
         pass_carried(rewards, stage.out)
+    # It is committed while the next rollout samples, which needs only the model.
     is_due = iteration % options.state_every == 0
     stage.notes["state"] = "due" if is_due else "not due"
     if is_due:
@@ -224,6 +229,7 @@ def train_policy(
         raise UserError(
             "algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0"
         )
+    # All checks of the rollouts come before the model is loaded.
     temperature = check_sampling(policy, rewards, options.max_staleness)
     version = CheckpointFacts.read(policy, "--policy").version
     samples = read_samples(rewards, version, options.max_staleness)
@@ -233,9 +239,10 @@ def train_policy(
             stage, rewards, samples, options.updates_per_batch, trainer.step
         )
         check_ids(samples, trainer.vocab_size)
+        # Packed rows are as long as the longest sample, which is known only now.
         trainer.max_length = max((len(sample.document.ids) for sample in samples), default=1)
         stage.facts.update(trainer.chosen(), optimizer=origin)
-        stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
+        stage.facts["objective"] = {"algorithm": algorithm} | objective.model_dump()
     learner = Objective(stage, objective, temperature, options.per_device_train_batch_size)
     score_samples(stage, trainer, learner, samples, reference, options, updates)
     losses = take_steps(stage, trainer, learner, samples, updates, watch=iteration <= 1)
@@ -347,6 +354,7 @@ def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
     repeated = policy
     try:
         chain = [policy]
+        # Back to the checkpoint whose state was read last, then forwards.
         while chain[0].manifest.inputs["policy"] != policy.manifest.notes[checkpoint.SINCE]:
             chain.insert(0, Artifact(chain[0].manifest.inputs["policy"]))
         summary = {"from_version": version - len(chain), "updates": len(chain)}
@@ -368,8 +376,8 @@ def repeat_update(stage: Stage, repeated: Artifact, ranks: Ranks) -> None:
         UserError: the number of processes is another one, or the result has other bits.
     """
     remedy = (
-        f"({describe_machines(repeated, ranks)}); continue where it was made, or begin another run at a "
-        "checkpoint that has its state"
+        f"({describe_machines(repeated, ranks)}); continue where it was made, or begin another run "
+        "at a checkpoint that has its state"
     )
     world_size = repeated.manifest.provenance["world_size"]
     if world_size != ranks.world:
@@ -380,7 +388,8 @@ def repeat_update(stage: Stage, repeated: Artifact, ranks: Ranks) -> None:
     params = policy_update.validate(repeated.manifest.params)
     inputs = {name: Artifact(ref) for name, ref in repeated.manifest.inputs.items()}
     arguments = policy_update.build_arguments(params, inputs)
-    # Where the user publishes has no influence on the update.
+    # The scratch stage has the seed among its parameters; where the user publishes has no
+    # influence on the update.
     unused = {"weights", "seed"}
     used = {name: value for name, value in arguments.items() if name not in unused}
     with tempfile.TemporaryDirectory() as scratch, _scratch_stage(stage, params, Path(scratch)):
@@ -447,6 +456,7 @@ def take_steps(
     """
     losses: list[float] = []
     with stage.timed("train"):
+        # A mini-batch without a gradient would only move the moments and the schedule.
         batches = [
             batch
             for batch in split_mini_batches(stage, samples, updates)
@@ -475,6 +485,7 @@ def open_reference_policy(
         with disable_adapters(trainer.model):
             yield trainer
         return
+    # A reference is scored as a whole model: its adapters, if any, are merged into model/.
     model_options = options.model_options | {"lora": None}
     policy = Policy(checkpoint.model_dir(reference), trainer.ranks, **model_options)
     policy.max_length = trainer.max_length

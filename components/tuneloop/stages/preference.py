@@ -80,6 +80,7 @@ def preference(
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")
         held_out = read_pairs(prompts, policy, "preference_eval")
+    # `epochs` counts the pairs, of which `fit_pairs` may still drop some.
     options = options.resolve_steps(len(pairs), ranks.world)
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
@@ -87,7 +88,7 @@ def preference(
         held_out = fit_pairs(stage, held_out, prompts, trainer, options) or pairs
         reference = read_reference(logprobs, pairs, "preference", objective.needs_kl)
         reference_digest = LogprobFacts.read(logprobs, "--logprobs").digest
-    stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
+    stage.facts["objective"] = {"algorithm": algorithm} | objective.model_dump()
     with stage.timed("evaluate"):
         before = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     learner = Learner(
@@ -98,6 +99,7 @@ def preference(
             stage, trainer, len(pairs), options, pairs.__getitem__, learner.step
         )
     elif reference_digest == policy.manifest.digest:
+        # Another backend computes the reference itself, from the policy that it begins with.
         loss = train_by_backend(stage, trainer, policy, prompts, options.max_steps)
     else:
         raise UserError(
@@ -119,6 +121,7 @@ def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: boo
     """
     file = logprobs.part(f"{split}.parquet", "--logprobs", "give it what reference_logprobs made")
     table = pq.read_table(file).combine_chunks()
+    # The table has more pairs where it was made with a larger max_length.
     rows = table.take(pc.index_in(pairs.ids, table["id"]))
     # A pair that the table lacks is a row of nulls.
     is_same = pc.fill_null(pc.equal(rows["tokens"].combine_chunks(), pairs.digests()), False)
@@ -165,6 +168,7 @@ class Learner:
 
         indices = prepared.indices
         divergence = self._divergence(indices)
+        # A step that is repeated after an interruption drops the same activations.
         torch.manual_seed(self.stage.seed("dropout", self.trainer.step, self.stage.rank))
         totals: dict[str, float] = {}
         for micro, batch in self.trainer.accumulate(prepared.batches):
@@ -199,6 +203,7 @@ class Learner:
         """
         if not self.mismatched:
             return 0.0
+        # All ranks score the whole step's documents together, so each gets the same mean.
         documents = [self.mismatched[index] for i in indices for index in (2 * i, 2 * i + 1)]
         logprobs = score_documents(None, self.trainer, documents, 2 * self.limit)
         reference = [

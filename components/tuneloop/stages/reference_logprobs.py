@@ -49,6 +49,7 @@ def reference_logprobs(
     counts: dict[str, int] = {}
     for split in SPLITS:
         pairs = read_pairs(prompts, policy, split)
+        # Held-out pairs are optional.
         if not pairs:
             continue
         pairs = fit_pairs(stage, pairs, prompts, model, options)
@@ -57,6 +58,7 @@ def reference_logprobs(
             logprobs = score_documents(stage, model, pairs.documents, per_device_eval_batch_size)
             rows = {
                 "id": pairs.ids,
+                # By which `preference` proves that it trains on these very tokens.
                 "tokens": pairs.digests(),
                 "chosen": logprobs[0::2],
                 "rejected": logprobs[1::2],

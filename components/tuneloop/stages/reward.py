@@ -22,36 +22,37 @@ from tuneloop.formats.rollouts import FILE, ROWS, open_rows
 from tuneloop.rewards.scoring import KINDS, Outcome, compute_full_marks, parse_spec
 from tuneloop.rewards.stage_scoring import ScoringStage
 
+RewardWeights = Annotated[
+    dict[Annotated[str, plugins.validate_variant("rewards")], float] | None,
+    Field(description="reward → weight; default: each row's own"),
+]
+EscapeScore = Annotated[
+    float | None,
+    Field(description="score of attempts to leave the sandbox; default: none, so not trained on"),
+]
+PunishFailures = Annotated[
+    bool,
+    Field(
+        description="completions that use up a reward's time or memory, or crash it, get its "
+        "least score"
+    ),
+]
+
 
 @component("rewards", image="base", role="scorer", results={"mean_reward": float})
 def reward(
     stage: Stage,
     rollouts: Input,
     *,
-    reward_weights: Annotated[
-        dict[Annotated[str, plugins.validate_variant("rewards")], float] | None,
-        Field(description="reward → weight; default: each row's own"),
-    ] = None,
+    reward_weights: RewardWeights = None,
     timeout_s: Annotated[
         float, Field(gt=0, description="seconds that one call of a reward may take")
     ] = 5.0,
-    escape_score: Annotated[
-        float | None,
-        Field(
-            description="score of attempts to leave the sandbox; default: none, so not trained on"
-        ),
-    ] = None,
+    escape_score: EscapeScore = None,
     error_budget: Annotated[
         float, Field(ge=0, le=1, description="share of rollouts that may go unscored")
     ] = 0.05,
-    punish: Annotated[
-        bool,
-        Field(
-            description=(
-                "completions that use up a reward's time or memory, or crash it, get its least score"
-            )
-        ),
-    ] = True,
+    punish: PunishFailures = True,
     memory_mb: Annotated[int, Field(ge=1, description="memory of each process that judges")] = 4096,
     workers: Annotated[int, Field(ge=1, description="processes")] = 1,
 ) -> Results:
@@ -68,6 +69,7 @@ def reward(
             returns a bad value, or the outcomes are `unverifiable` or `escape`. The data, the
             rewards or the policy must change.
     """
+    # Neither ids nor log-probabilities: rewards read texts.
     columns = ["group", "completion", "answer", "reward_spec", "metadata"]
     sampled = open_rows(rollouts, FILE, columns, "--rollouts", "the stage rollout")
     rows = sampled.read(columns).to_pylist()
@@ -86,6 +88,7 @@ def reward(
             workers=workers,
             progress=bar.update,
         )
+    # With a score an attempt to leave the sandbox is learned from, as a wrong answer is.
     if escape_score is not None:
         outcomes = [
             replace(outcome, score=escape_score) if outcome.outcome == "escape" else outcome
@@ -119,6 +122,7 @@ def reward(
 
 def _write(file: pq.ParquetFile, outcomes: Sequence[Outcome], scored: Path) -> None:
     """Write the rollouts with their outcomes, one row group after another."""
+    # The rollouts may be larger than the memory, so that one row group is read at a time.
     remaining = iter(outcomes)
     # The names and types of the added columns are in the order of the values below.
     added = pa.schema({"outcome": pa.string(), "score": pa.float32(), "breakdown": pa.string()})
@@ -145,9 +149,11 @@ def summarize_rewards(rows: Sequence[JsonObject], outcomes: Sequence[Outcome]) -
         if outcome.score is None:
             continue
         scores.append(outcome.score)
+        # Sums of weighted scores are rounded.
         solved.append(outcome.score >= compute_full_marks(parse_spec(row["reward_spec"])) - 1e-9)
         groups[row["group"]].append(outcome.score)
         for name, value in outcome.breakdown.items():
+            # A text says why a reward has failed.
             if not isinstance(value, str):
                 parts[name].append(value)
     counts = Counter(outcome.outcome for outcome in outcomes)

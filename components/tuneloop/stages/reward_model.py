@@ -70,6 +70,7 @@ def reward_model(
         if stage.leader:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS))
         dtype = checkpoint.choose_saved_dtype(policy, options.save_dtype)
+        # No trainer's state: a scorer is not trained on.
         trainer.export(source, target, dtype)
     stage.facts.update(step=trainer.step, save_dtype=dtype, accuracy=accuracy)
     stage.log(f"accuracy {accuracy:.3f} on {len(held_out)} pairs")
@@ -82,9 +83,11 @@ def train_step(
     """Take one optimizer step and return its metrics, under TRL's names."""
     import torch
 
+    # A step that is repeated after an interruption drops the same activations.
     torch.manual_seed(stage.seed("dropout", trainer.step, stage.rank))
     totals = torch.zeros(3, dtype=torch.float64)
     for _, batch in trainer.accumulate(prepared.batches):
+        # Documents alternate: a pair's chosen one, then its rejected one.
         chosen, rejected = trainer.scores(batch).view(-1, 2).unbind(1)
         loss = bradley_terry(chosen, rejected, center).sum() / len(prepared.indices)
         loss.backward()

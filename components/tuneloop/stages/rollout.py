@@ -38,16 +38,18 @@ def _check_rounds(size: int | None, info: ValidationInfo) -> int | None:
 
 
 def _check_oversampling(size: int | None, info: ValidationInfo) -> int | None:
-    wanted = info.data.get("prompts_per_iteration")
+    batch_size = info.data.get("prompts_per_iteration")
     is_carrying = bool(info.data.get("carry_after"))
     if is_carrying and not size:
         raise ValueError(
             "goes with carry_after: set it to the groups under way, at least prompts_per_iteration"
         )
-    if size and wanted and size < wanted:
+    if size and batch_size and size < batch_size:
         raise ValueError(
-            f"must be at least prompts_per_iteration ({wanted}), the groups that the update takes"
+            f"must be at least prompts_per_iteration ({batch_size}), the groups that the update "
+            "takes"
         )
+    # With carry_after the groups are chosen by their ends, whatever their rewards.
     if size and info.data.get("n") == 1 and not is_carrying:
         remedy = "set n to 2 or more, or leave this out"
         raise ValueError(f"no group would be kept, as a single reward does not differ: {remedy}")
@@ -78,14 +80,15 @@ class RolloutOptions(SamplingOptions):
     carry_after: Annotated[int | None, AfterValidator(_check_rounds)] = Field(
         None,
         ge=1,
-        description="tokens that all completions grow by in a round; once prompts_per_iteration groups have ended, the "
-        "others continue in the next iteration, with the tokens that they have",
+        description="tokens that all completions grow by in a round; once prompts_per_iteration "
+        "groups have ended, the others continue in the next iteration, with the tokens that they "
+        "have",
     )
     oversampled_prompts: Annotated[int | None, AfterValidator(_check_oversampling)] = Field(
         None,
         ge=1,
-        description="sample so many prompts; the update uses the first prompts_per_iteration whose rewards differ, "
-        "or with carry_after the first that have ended",
+        description="sample so many prompts; the update uses the first prompts_per_iteration whose "
+        "rewards differ, or with carry_after the first that have ended",
         validate_default=True,
     )
     temperature: float = Field(1.0, ge=0.01, description="temperature of sampling")
@@ -124,6 +127,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
         size - len(begun_groups),
         partial(derive_seed, options.seed, "prompts"),
     )
+    # Groups that have begun come first: they have waited longest for their end.
     rows = [dict(group.row) for group in begun_groups.values()]
     rows += rollouts.read_rows(train, indices, columns)
     new_names = [f"i{options.iteration:06d}-p{number:05d}" for number in range(len(indices))]
@@ -131,6 +135,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     if len(set(names)) < len(names):
         remedy = "has begun groups that the policy carries; use a later iteration"
         raise UserError("--iteration", options.iteration, remedy)
+    # A prompt that is too long has the same substitute in every attempt.
     seed = derive_seed(options.seed, "spares", options.iteration)
     spares = Spares(
         list_spares(train, columns, seed, {row["id"] for row in rows}),
@@ -145,10 +150,13 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
         ended, unended = rounds.divide_groups(completions, options.max_tokens)
         carried = [groups[index] for index in unended]
         groups = [groups[index] for index in ended]
+        # The next iteration draws on from here, and refuses groups of other options.
         state = {"drawn": drawn + len(indices), "options": _shared_options(options)}
         metadata = {METADATA: json.dumps(state, sort_keys=True)}
         _write(stage.out / CARRIED, tokenizer, carried, metadata)
-        note_carried(stage, policy, groups, len(begun_groups), len(carried))
+        note_carried(
+            stage, policy, groups, begun_count=len(begun_groups), carried_count=len(carried)
+        )
         more_metrics["carried"] = len(carried)
         more_metrics["staleness"] = stage.facts["staleness"]["mean"]
     elif options.oversampled_prompts:
@@ -174,13 +182,19 @@ Group = tuple[Mapping[str, Any], rollouts.Request, Sequence[rollouts.Completion]
 
 
 def note_carried(
-    stage: Stage, policy: Artifact, batch: Sequence[Group], taken: int, left: int
+    stage: Stage,
+    policy: Artifact,
+    batch: Sequence[Group],
+    *,
+    begun_count: int,
+    carried_count: int,
 ) -> None:
     """Record how many groups were carried here and on, and the staleness of the `batch` alone."""
+    # What was generated includes the groups that go on, whose tokens are not learned from yet.
     bound = int(stage.facts["staleness"]["bound"])
     completions = [group for *_, group in batch]
     stage.facts["staleness"] = generate.measure_staleness(policy, completions, bound)
-    stage.facts["carried"] = {"taken": taken, "left": left}
+    stage.facts["carried"] = {"taken": begun_count, "left": carried_count}
 
 
 def warn_of_blind_spot(stage: Stage, policy: Artifact, iteration: int) -> None:
@@ -205,6 +219,7 @@ def list_spares(
     `excluded`.
     """
     total = train.metadata.num_rows
+    # One by one, since few are needed, if any.
     for number in range(total):
         (row,) = rollouts.read_rows(train, [permute_index(number, total, seed)], columns)
         if row["id"] not in excluded:
@@ -217,7 +232,7 @@ def _open_rounds(
     """Return the rounds of this iteration with the groups to continue, and how many prompts were
     drawn before.
     """
-    wanted = options.prompts_per_iteration
+    batch_size = options.prompts_per_iteration
     begun_groups, state = read_carried(policy)
     shared_options = _shared_options(options)
     # A fork may sample in another way than the run that it begins from.
@@ -228,11 +243,13 @@ def _open_rounds(
         )
         begun_groups = {}
     if not (options.carry_after and options.oversampled_prompts):
-        return None, options.iteration * (options.oversampled_prompts or wanted)
+        return None, options.iteration * (options.oversampled_prompts or batch_size)
     rounds_per_completion = options.max_tokens // options.carry_after
-    oldest = bound_staleness(rounds_per_completion, options.oversampled_prompts, wanted)
-    rounds = Rounds(options.carry_after, wanted, oldest, begun_groups)
-    return rounds, state.get("drawn", options.iteration * wanted)
+    oldest = bound_staleness(rounds_per_completion, options.oversampled_prompts, batch_size)
+    rounds = Rounds(options.carry_after, batch_size, oldest, begun_groups)
+    # A policy that no loop has trained yet carries no state: count as if each iteration before
+    # had drawn one batch.
+    return rounds, state.get("drawn", options.iteration * batch_size)
 
 
 def _shared_options(options: RolloutOptions) -> JsonObject:

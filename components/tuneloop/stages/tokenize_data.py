@@ -23,21 +23,23 @@ def tokenize_data(stage: Stage, policy: Input, prompts: Input) -> Results:
     with stage.timed("tokenize"):
         for split in splits:
             file = str(stage.out / f"{split}.arrow")
-            write_corpus(file, tokenize_split(prompts, policy, split, stage.check_stop))
+            documents = tokenize_split(prompts, policy, split, stage.check_stop)
+            write_corpus(file, documents)
+            # Mapped into memory: only its counts are read here.
             corpora[split] = Corpus(file)
-    documents = sum(len(corpus) for corpus in corpora.values())
-    if not documents:
-        raise UserError(
-            "--prompts", prompts.url, "holds no rows to tokenize; set data_prep's sft or preference"
-        )
+    count = sum(len(corpus) for corpus in corpora.values())
+    if not count:
+        remedy = "holds no rows to tokenize; set data_prep's sft or preference"
+        raise UserError("--prompts", prompts.url, remedy)
     tokens = {split: corpus.tokens for split, corpus in corpora.items()}
+    # A stage refuses these tokens for a policy whose tokenizer has another digest.
     stage.facts.update(tokens=tokens, tokenizer=digest_tokenizer(policy))
     # How rows are treated is a setting of the data, which stages read from either artifact.
     for name in ("history", "reasoning", "too_long", "drop_at_most"):
         if name in prompts.manifest.facts:
             stage.facts[name] = prompts.manifest.facts[name]
     stage.log(f"tokens: {tokens}")
-    return {"documents": documents}
+    return {"documents": count}
 
 
 if __name__ == "__main__":

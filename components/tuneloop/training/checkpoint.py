@@ -164,6 +164,7 @@ def load_masters(target: Policy, policy: Artifact) -> None:
     Raises UserError if they were not written and ``model/`` is rounded.
     """
     state = trainer_state(policy)
+    # The model was opened from model/, which is all that there is in these cases.
     if state is None or state.lora:
         return
     artifact = find_state(policy)
@@ -171,6 +172,7 @@ def load_masters(target: Policy, policy: Artifact) -> None:
         target.load_masters(artifact.part("trainer"))
         return
     dtype = CheckpointFacts.read(policy).save_dtype
+    # model/ holds the very parameters if it was not rounded.
     if dtype != "float32":
         remedy = (
             f"has no float32 parameters: its trainer's state was not written, and its model/ is "
@@ -244,9 +246,11 @@ def write_checkpoint(
         if stage.leader:
             weights = shutil.ignore_patterns(*WEIGHTS)
             shutil.copytree(source, stage.out / "model", ignore=weights, dirs_exist_ok=True)
+        # Sharded: each rank writes its rows of the files.
         written = trainer.export(source, stage.out / "model", dtype)
         if stage.leader:
             note_dropped_settings(stage, policy, drop_sampling_settings(stage.out / "model"))
+        # Moments by other betas would be of another optimizer (`explain_fresh_state`).
         betas = [trainer.optimization.adam_beta1, trainer.optimization.adam_beta2]
         state: JsonObject = {
             "format": 1,
@@ -314,6 +318,8 @@ def write_next_canary(stage: Stage, written: Any, policy: Artifact, version: int
         previous = read_canary_file(policy.part(CANARY))
     ids = previous.ids if previous else derive_ids(written.config.get_text_config().vocab_size)
     text = previous.text if previous else "derived"
+    # It is computed with the model that was written and not with the trainer's: it is what engines
+    # load.
     canary = make_canary(written, ids, text, version=version, previous=previous)
     canary.write(stage.out / CANARY)
 

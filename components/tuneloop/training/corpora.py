@@ -133,13 +133,15 @@ class RowEncoder:
             )
         prompt = encode_prompt(self.tokenizer, row["prompt"], row["chat"])
         target = encode_completion(self.tokenizer, completion)
-        # Only the completion is learned.
+        # The parts are encoded apart, as for sampling: no token spans the border. Only the
+        # completion is learned.
         return prompt + target, [False] * len(prompt) + [True] * len(target)
 
 
 def open_encoder(prompts: Artifact, policy: Artifact) -> RowEncoder:
     """Open the tokenizer of `policy` to encode rows of `prompts`. Raises UserError: it cannot be
     loaded."""
+    # Of a checkpoint in a remote store, only the parts that are asked for are fetched.
     for name in find_tokenizer_files(policy):
         policy.part(name)
     if GENERATION_CONFIG in policy.manifest.files:

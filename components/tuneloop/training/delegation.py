@@ -161,6 +161,7 @@ def train_by_backend(
     with tempfile.TemporaryDirectory() as work, stage.timed("train"):
         data = Path(work, "data")
         out = Path(work, "out")
+        # Other trainers read chats as lists of messages.
         fetch_artifact(f"{prompts.ref}#{stage.name}.parquet", data, messages=True)
         backend = load_backend(name).build_for_stage(
             options,
@@ -178,6 +179,7 @@ def train_by_backend(
         directory = out / f"checkpoint-{max_steps}"
         # The checkpoint is written by our trainer, as after its own steps.
         trainer.model.load_state_dict(open_model(directory, torch.float32, "auto").state_dict())
+        # transformers' Trainer logs the loss of each step there.
         rows = json.loads((directory / "trainer_state.json").read_text())["log_history"]
     steps = [row for row in rows if "loss" in row]
     for row in steps:

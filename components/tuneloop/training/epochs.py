@@ -135,6 +135,7 @@ def new_trainer(
     """
     import torch
 
+    # peft draws the adapters' first values from torch's own stream.
     torch.manual_seed(stage.seed("adapters"))
     model = checkpoint.model_dir(policy)
     trainer = kind(model, ranks, options.optimization, **options.model_options)
@@ -216,6 +217,7 @@ def train_epochs(
     loss = float("nan")
     tokens_seen = 0
     bar = stage.progress(max_steps, "steps", trainer.step)
+    # The time that measurements of the held-out loss take does not count as training.
     started = time.perf_counter()
     evaluated_s = stage.timings.get("evaluate", 0.0)
 

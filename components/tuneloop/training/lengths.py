@@ -45,7 +45,7 @@ def fit_corpus(
     if is_delegated:
         # Another backend reads the rows itself, and cuts none off.
         rule = replace(rule, action="refuse")
-    # A document that has no target within the limit is of no use, even cut off.
+    # Truncated rows keep their beginning. One that has no target there teaches nothing.
     lost = [
         index
         for index in long
@@ -60,6 +60,7 @@ def fit_corpus(
         [describe_long(corpus, index, limit) for index in choose_longest(corpus, lost)[:SHOWN]],
         f"over the {over or f'context of {policy.context}'}",
     )
+    # Both documents of a pair go where one is dropped.
     groups = [group for group in range(count) if group not in dropped]
     indices = [group * together + member for group in groups for member in range(together)]
     rows = choose_longest(corpus, long)

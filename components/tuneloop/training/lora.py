@@ -58,6 +58,7 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
             targets = list(targets)
         options["target_modules"] = targets
         self.check_names(model)
+        # A reward model has no output layer over a vocabulary.
         task = "SEQ_CLS" if model.get_output_embeddings() is None else "CAUSAL_LM"
         config = LoraConfig(**options, task_type=task)
         try:
@@ -68,6 +69,7 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
             if isinstance(targets, str):
                 remedy += "; a text is a regular expression over whole names, a list has names"
             raise UserError("lora.target_modules", targets, remedy) from error
+        # A regular expression may match these, too.
         for part in (model.get_input_embeddings(), model.get_output_embeddings()):
             if isinstance(part, BaseTunerLayer):
                 raise UserError(

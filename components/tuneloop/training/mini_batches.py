@@ -1,6 +1,4 @@
-"""What an update learns from scored rollouts: which groups, with what advantages, in which
-mini-batches.
-"""
+"""What an update learns from scored rollouts: groups, advantages and mini-batches."""
 
 from array import array
 from collections.abc import Sequence
@@ -68,6 +66,8 @@ def set_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None
 
 def _mark_use(algorithm: PolicyGradient, sample: Sample, *, has_advantage: bool) -> None:
     """Set whether a sample counts in the mean of the loss, and whether it goes through the model."""
+    # A completion that was cut off may have been right: its reward is noise (DAPO's overlong
+    # filtering, arXiv 2503.14476, section 3.4).
     is_masked = algorithm.mask_truncated_completions and sample.truncated
     is_valid = sample.score is not None and not is_masked
     # A KL term in the loss has a gradient for every token.

@@ -17,7 +17,9 @@ STATE = "state"
 written.
 """
 STATE_FACT = "trainer_state"
-"""The fact of such a checkpoint that describes its ``trainer/`` (`tuneloop.training.checkpoint`)."""
+"""The fact of such a checkpoint that describes its ``trainer/``, see
+`tuneloop.training.checkpoint`.
+"""
 SINCE = "state_since"
 """The note that names the checkpoint from which updates must be repeated to restore that state."""
 PINS = "pins"
@@ -115,6 +117,7 @@ def delete_old_checkpoints(stage: Stage[RetentionParams], manifest: Manifest) ->
         # A fork may have pinned it since `needed` was listed.
         if url in list_pinned(run):
             break
+        # A model that stays is for evaluation and export; training does not go on from it.
         if keep_every and old.params.get("iteration", 1) % keep_every == 0:
             Store(url).delete(STATE)
             continue

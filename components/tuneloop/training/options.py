@@ -60,6 +60,7 @@ class Optimization:
             return self.learning_rate * step / self.warmup_steps
         if self.lr_scheduler_type == "constant":
             return self.learning_rate
+        # The first step after the warm-up has the full rate; step `max_steps` is the last above 0.
         # Without a step after the warm-up there is nothing to divide by.
         decay_steps = max(1, self.max_steps - self.warmup_steps)
         progress = min(1.0, (step - 1 - self.warmup_steps) / decay_steps)
@@ -151,6 +152,7 @@ class TrainerOptions(Options):
     @property
     def model_options(self) -> dict[str, Any]:
         """The options that a model takes, as far as they are flags of the stage."""
+        # A stage whose `flags` leave an option out uses the model's own default.
         return {name: getattr(self, name) for name in MODEL_OPTIONS if name in self.names()}
 
 

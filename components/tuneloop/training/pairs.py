@@ -104,6 +104,7 @@ def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "
 
     batch = policy.collate(documents) if isinstance(documents, Sequence) else documents
     values, _ = policy.logprobs(batch)
+    # The targets of all documents lie end to end; each is added to the sum of its document.
     owner = torch.repeat_interleave(batch.counts).to(values.device)
     return torch.zeros(len(batch.counts), device=values.device).index_add(0, owner, values)
 
@@ -124,6 +125,7 @@ def score_documents(
     for start in range(0, len(documents), PLANNED):
         part = documents[start : start + PLANNED]
         scores_by_index: dict[int, float] = {}
+        # Each rank scores a part, and merges it with the others' below.
         plan = policy.plan([len(document.ids) for document in part], limit)
         with policy.frozen():
             for micro, batch in zip(plan, policy.collate_ahead(part, plan)):

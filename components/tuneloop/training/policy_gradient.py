@@ -69,6 +69,7 @@ class Objective:
         targets = torch.tensor([sample.document.target_count for sample in counted])
         weights = self.algorithm.token_weights(targets)
         weight_by_id = {sample.id: weight for sample, weight in zip(counted, weights.tolist())}
+        # A step that is repeated after an interruption drops the same activations.
         torch.manual_seed(self.stage.seed("dropout", trainer.step, self.stage.rank))
         tally = Tally(trainer.ranks)
         documents = [sample.document for sample in used]
@@ -148,6 +149,7 @@ class Tally:
     def add(self, **measures: Tensor) -> None:
         """Add metrics with one value for each token."""
         for name, values in measures.items():
+            # Float64, as sums over the tokens of a whole batch would lose digits in float32.
             self.parts.setdefault(name, []).append(values.double().cpu())
 
     def result(self) -> dict[str, float]:

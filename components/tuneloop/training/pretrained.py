@@ -94,6 +94,7 @@ def _load_adapted(
     base, revision = split_hub_address(SETTING, chosen, revision)
     try:
         _check_directory(base)
+        # peft loads adapters over a whole model only.
         with explain_failures(FIELD, base):
             if _find_adapter(base, revision):
                 raise UserError(FIELD, base, STACKED)
@@ -102,6 +103,7 @@ def _load_adapted(
         raise UserError(FIELD, name, explain_base(base, error.remedy)) from error
     model, is_changed = merge_adapter(pretrained.model, adapter, name, base)
     tokenizer = pretrained.tokenizer
+    # Whoever trained the adapters may have changed the chat template or the special tokens.
     if has_tokenizer(adapter.directory):
         with explain_failures(FIELD, name):
             tokenizer = _load_tokenizer(str(adapter.directory), None, trust_remote_code)
@@ -217,6 +219,7 @@ def _check_directory(model: str) -> None:
         if is_path(model):
             raise UserError(FIELD, model, "no such directory")
         return
+    # A directory of adapters has no whole model; their base is checked by itself.
     if read_adapter(path):
         return
     missing = list_missing_parts(path)

@@ -24,7 +24,7 @@ READY_S = 600.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command on all nodes, and return the exit code that explains the nodes' exit codes."""
+    """Run the command on all nodes, and return the exit code that explains theirs."""
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     bundle = {"CPU": 1.0}
     if arguments.gpus:
         bundle["GPU"] = float(arguments.gpus)
+    # Each bundle on a node of its own: a node starts all ranks that it has.
     group = placement_group([bundle] * arguments.nodes, strategy="STRICT_SPREAD")
     ray.get(group.ready(), timeout=READY_S)
 

@@ -109,6 +109,7 @@ def select_groups(samples: Sequence[Sample], limit: int) -> tuple[list[Sample], 
     for sample in samples:
         if sample.score is not None:
             scores_by_group[sample.group].add(sample.score)
+    # Equal rewards have no advantage over their mean: such a group would teach nothing.
     eligible = [group for group, scores in scores_by_group.items() if len(scores) > 1]
     number_by_group = {group: number for number, group in enumerate(eligible[:limit])}
     selected = [
@@ -162,6 +163,7 @@ def _make_sample(row: JsonObject, group: int, version: int, max_staleness: int) 
     versions = row["policy_versions"]
     _check_lengths(row)
     ids = np.concatenate([prompt, row["completion_ids"]])
+    # A document holds int32, in which a larger id would become another one without an error.
     if ids.dtype.kind != "i" or not np.array_equal(ids, ids.astype(np.int32)):
         raise UserError(
             f"ids of {name}",
@@ -173,6 +175,7 @@ def _make_sample(row: JsonObject, group: int, version: int, max_staleness: int) 
     if not is_finite.all():
         remedy = "must be finite; sample with an engine that returns them"
         raise UserError(f"logprobs of {name}", float(engine[~is_finite][0]), remedy)
+    # A request may span several versions of a served model, so each token has its own.
     wrong = versions[(versions < version - max_staleness) | (versions > version)]
     if len(wrong):
         remedy = f"the policy is version {version} and max_staleness {max_staleness}; sample again"
@@ -183,6 +186,7 @@ def _make_sample(row: JsonObject, group: int, version: int, max_staleness: int) 
         remedy = "must be a finite number where outcome is score; run reward again"
         raise UserError(f"score of {name}", score, remedy)
     targets = array("b", bytes(len(prompt)) + mask.astype(np.uint8).tobytes())
+    # Arrays take a few bytes a token, where a list would hold an object for each.
     return Sample(
         id=name,
         document=Document(array("i", ids.astype(np.int32).tobytes()), targets),

@@ -94,6 +94,7 @@ def explain_fresh_state(
     """Say why the optimizer cannot continue from this state; empty if it can."""
     if reset:
         return "reset_optimizer"
+    # Moments are means over past gradients, by the betas.
     betas = [options.adam_beta1, options.adam_beta2]
     if state.stage != stage_name or state.betas != betas:
         return f"{state.stage} wrote it with betas {state.betas}"

@@ -344,6 +344,10 @@ def test_every_torchtune_job_has_a_runtime_and_the_image() -> None:
         (Torchtune(model="llama3_3/70B", nodes=2, config={"model": {}}), "must be 1 with LoRA"),
         (Torchtune(processes=2, args={"model.quantize_base": True}), "processes: 2: must be 1"),
         (Torchtune(model="qwen2_5/1.5B", args={"model.quantize_base": True}), "is not supported"),
+        (
+            Torchtune(model="qwen2_5/1.5B", config={"model": {"quantize_base": True}}),
+            "args.model.quantize_base: 'True': is not supported for qwen2_5/1.5B",
+        ),
         (Native(stage="rollout"), "is not a stage that trains; name one"),
         (Native(stage="nothing"), "nothing"),
         (Native(stage="preference"), "args.policy: None: is required"),

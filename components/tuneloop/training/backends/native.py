@@ -12,27 +12,41 @@ from tuneloop.training.backends import LLMBackend, register_backend
 @register_backend("native")
 @dataclass(frozen=True, kw_only=True)
 class Native(LLMBackend):
-    """A stage under torchrun, with FSDP2. `args`: its inputs' references, output URL, parameters, in snake_case."""
+    """A stage under torchrun, with FSDP2.
+
+    Its `args` are references of the stage's inputs, the URL of its output, and its parameters, all
+    in snake_case.
+
+    Attributes:
+        stage: name of the stage.
+    """
 
     stage: str = "sft"
 
     def framework(self) -> str:
+        """Return the framework of Kubeflow Trainer's runtime for torchrun."""
         return "torch"
 
     def to_command(self) -> list[str]:
+        """Return torchrun with the stage's module."""
         return [*TORCHRUN, "-m", f"tuneloop.stages.{self.stage}"]
 
     def to_args(self) -> list[str]:
-        return encode_flags({**self.args, "expected_world_size": self.nodes * self.processes})
+        """Return the stage's flags, with the number of processes that must train."""
+        parameters = dict(self.args)
+        # A launcher that starts fewer is an error, and not a slower run with another batch.
+        parameters["expected_world_size"] = self.nodes * self.processes
+        return encode_flags(parameters)
 
     def validate(self) -> None:
+        """Check the stage, that its inputs and output are given, and its parameters."""
         component: Component = plugins.load_variant(
             "stages", f"tuneloop.stages.{self.stage}:{self.stage}"
         )
         if "expected_world_size" not in component.Params.model_fields:
             raise UserError("stage", self.stage, "is not a stage that trains; name one, as sft")
-        self.require(
-            *(name for name, required in component.inputs.items() if required), component.output
-        )
+        required_inputs = [name for name, is_required in component.inputs.items() if is_required]
+        self.require(*required_inputs, component.output)
         artifacts = {*component.inputs, component.output}
-        component.validate({k: v for k, v in self.args.items() if k not in artifacts})
+        parameters = {name: value for name, value in self.args.items() if name not in artifacts}
+        component.validate(parameters)

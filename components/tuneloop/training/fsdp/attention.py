@@ -68,8 +68,8 @@ def choose_attention(
     A model that has no sdpa, as gpt-oss, computes with ``eager``.
 
     Raises:
-        UserError: the attention asked for cannot compute what the model's does, or a packed row would
-            mix its documents.
+        UserError: the attention asked for cannot compute what the model's does, or a packed row
+            would mix its documents.
     """
     obstacle = ""
     model_class = find_model_class(model)
@@ -138,14 +138,16 @@ def find_model_obstacle(directory: Path) -> str:
 
 
 def _find_config_obstacle(config: Any, name: str, is_stateful: bool) -> str:
-    others = {*(getattr(config, "layer_types", None) or ())} - LAYERS
-    if is_stateful or others:
-        kinds = ", ".join(sorted(others)) or "recurrent layers"
+    stateful_types = set(getattr(config, "layer_types", None) or ()) - LAYERS
+    if is_stateful or stateful_types:
+        kinds = ", ".join(sorted(stateful_types)) or "recurrent layers"
         return f"{name} has {kinds}, which carry state from one document of a row to the next"
     if getattr(config, "attn_logit_softcapping", None):
         return f"{name} caps attention logits (attn_logit_softcapping), which the kernels do not"
     if getattr(config, "attention_dropout", None):
         return f"{name} has attention_dropout {config.attention_dropout}, which the kernels lack"
+    # Models with latent attention name the width of the queries' heads apart; most older ones name
+    # none.
     head = (
         getattr(config, "qk_head_dim", None)
         or getattr(config, "head_dim", None)
@@ -167,7 +169,7 @@ def list_boundary_arguments(batch: Batch) -> dict[str, Any]:
 
 
 def register_varlen() -> None:
-    """Register ``varlen`` with transformers, without a mask function: models make no mask for it."""
+    """Register ``varlen`` with transformers; without a mask function, models make no mask for it."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(VARLEN, compute_attention)
@@ -200,15 +202,19 @@ def compute_attention(
     """
     if cu_seq_lens_q is None:
         raise RuntimeError(f"{type(module).__name__} does not pass documents' boundaries on")
-    rows, _, length, width = query.shape
+    rows = query.shape[0]
+    length = query.shape[2]
+    width = query.shape[3]
     value_width = value.shape[-1]
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         # Norms with float32 weights leave float32 under autocast, which the kernel does not take.
         low = torch.get_autocast_dtype("cuda")
         query, key, value = query.to(low), key.to(low), value.to(low)
+    # The kernel takes heads of one width; the columns that are added here are cut off at the end.
     if value_width < width:
         value = pad(value, (0, width - value_width))
     flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    # A window as long as every document hides nothing.
     if sliding_window is not None and sliding_window >= max_length_q:
         sliding_window = None
     if query.is_cuda and query.dtype != torch.float32:
@@ -233,6 +239,7 @@ def _attend_by_kernel(
     # torch before 2.12 has the kernel for grouped heads, but not the argument that asks for it.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
+    # The kernel counts the tokens before one, without the token itself.
     before = -1 if window is None else window - 1
     output: Tensor = varlen_attn(
         query,

@@ -17,15 +17,18 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from tuneloop.core.artifacts import Artifact
+from tuneloop.core.json_types import JsonObject
 from tuneloop.training import distributed_checkpoint, lora
 from tuneloop.training.batching import Batch
 from tuneloop.training.devices import find_device
-from tuneloop.training.fsdp import export
+from tuneloop.training.fsdp.export import gather_tensor
 from tuneloop.training.fsdp.policy import Policy
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.options import Optimization
 
 Item = TypeVar("Item")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's moments of a parameter, by torch's names."""
 
 
 class Trainer(Policy):
@@ -35,19 +38,28 @@ class Trainer(Policy):
         step: optimizer steps taken, including those of a state that was loaded.
         trainable: the parameters that it changes, by name: all, or those of adapters.
         base: the checkpoint of the frozen parameters under adapters, set by the caller.
-        since: reference of the checkpoint whose files its state was last read from, set by the caller.
+        since: reference of the checkpoint whose files its state was last read from, set by the
+            caller.
     """
 
     base: Artifact
     since: str
 
-    def __init__(self, model: Path, ranks: Ranks, optimization: Optimization, **about: Any) -> None:
-        super().__init__(model, ranks, **about)
-        self.optimization, self.step = optimization, 0
+    def __init__(
+        self,
+        model: Path,
+        ranks: Ranks,
+        optimization: Optimization,
+        **model_options: Any,
+    ) -> None:
+        """Open the model of a Hugging Face directory, with the keyword arguments of `Policy`."""
+        super().__init__(model, ranks, **model_options)
+        self.optimization = optimization
+        self.step = 0
+        # Figures of the step that was `watched`.
         self._traffic: dict[str, float] = {}
-        self._homes: dict[int, torch.device] | None = (
-            None  # while the trainer sleeps: address on the host → device
-        )
+        # While the trainer sleeps: the address of each tensor on the host → its own device.
+        self._devices_by_address: dict[int, torch.device] | None = None
         self.trainable = {
             name: value for name, value in self.model.named_parameters() if value.requires_grad
         }
@@ -60,131 +72,166 @@ class Trainer(Policy):
         )
 
     def count(self) -> int:
+        """Count the numbers that training changes."""
         return sum(parameter.numel() for parameter in self.trainable.values())
 
-    def chosen(self) -> dict[str, Any]:
-        return super().chosen() | ({"trainable_parameters": self.count()} if self.lora else {})
+    def chosen(self) -> JsonObject:
+        """Return the choices that were made for ``auto``, and how much adapters train."""
+        choices = super().chosen()
+        if self.lora:
+            choices["trainable_parameters"] = self.count()
+        return choices
 
     def is_unchanged(self) -> bool:
-        """Return whether it trains adapters, and no adapter changes its layer: every B is still
-        zero. Called by all ranks."""
+        """Tell whether it trains adapters, and no adapter changes its layer: every B is still zero.
+
+        Called by all ranks.
+        """
         if not self.lora:
             return False
         matrices = [value for name, value in self.trainable.items() if lora.SECOND in name]
-        changed = any(bool(_local(value.detach()).any()) for value in matrices)
-        return self.ranks.max([float(changed)]) == [0.0]
+        is_changed = any(bool(_get_local(value.detach()).any()) for value in matrices)
+        return self.ranks.max([float(is_changed)]) == [0.0]
+
+    # Steps
 
     def accumulate(self, micro_batches: Sequence[Item]) -> Iterator[Item]:
-        """Yield `micro_batches` in order; ranks exchange gradients only in the last one's backward pass."""
-        for number, micro in enumerate(micro_batches, start=1):
+        """Yield `micro_batches` in order; ranks exchange gradients in the last one's backward pass
+        alone.
+        """
+        for number, micro_batch in enumerate(micro_batches, start=1):
             if self.ranks.mesh is not None:
                 self.model.set_requires_gradient_sync(number == len(micro_batches))
-            yield micro
+            yield micro_batch
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """Measure the part of a step that is spent in collectives, for `efficiency`; does nothing in one process."""
-        return (
-            measure_collectives(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext()
-        )
+        """Measure the part of a step that is spent in collectives, for `efficiency`; does nothing
+        in one process.
+        """
+        if self.ranks.world == 1:
+            return contextlib.nullcontext()
+        return measure_collectives(self._traffic)
 
     def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
         """Compute the efficiency at `tokens_per_s` over all ranks.
 
-        ``flops_per_s``: 4 for each parameter and token, 2 more if it is trained, without attention; ``mfu``, only for
-        bfloat16 on a GPU whose peak is known, else None; ``peak_memory_bytes``, the maximum of all ranks; and with
-        several ranks, ``communication_s`` and ``step_s`` of the step that was `watched`, the maximum of all ranks."""
-        everything = sum(parameter.numel() for parameter in self.model.parameters())
-        flops = tokens_per_s * (4.0 * everything + 2.0 * self.count())
-        found: dict[str, float | None] = {"flops_per_s": flops, "mfu": None}
+        Returns:
+            ``flops_per_s``: 4 for each parameter and token, 2 more if it is trained, without
+            attention. ``mfu``: only for bfloat16 on a GPU whose peak is known, else None.
+            ``peak_memory_bytes``: the maximum of all ranks. With several ranks ``communication_s``
+            and ``step_s`` of the step that was `watched`, the maximum of all ranks.
+        """
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        flops = tokens_per_s * (4.0 * parameters + 2.0 * self.count())
+        figures: dict[str, float | None] = {"flops_per_s": flops, "mfu": None}
         if self.ranks.device.type == "cuda":
-            known = (
-                find_device(torch.cuda.get_device_name()) if self.dtype == torch.bfloat16 else None
-            )
-            found |= {"mfu": flops / (known.flops * self.ranks.world)} if known else {}
+            device = None
+            if self.dtype == torch.bfloat16:
+                device = find_device(torch.cuda.get_device_name())
+            if device:
+                figures["mfu"] = flops / (device.flops * self.ranks.world)
             memory = float(torch.cuda.max_memory_allocated())
         else:
-            memory = (
-                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-            )  # of the process, on Linux
-        names, values = zip(("peak_memory_bytes", memory), *self._traffic.items())
-        return found | dict(zip(names, self.ranks.max(values)))
+            # Of the whole process; Linux counts in KiB.
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+        of_this_rank = {"peak_memory_bytes": memory} | self._traffic
+        return figures | dict(zip(of_this_rank, self.ranks.max(list(of_this_rank.values()))))
 
     def update(self) -> tuple[float, float]:
-        """Clip the summed gradients, take one step; return the whole gradient's norm before, and the learning rate."""
-        self._be_awake()
+        """Clip the summed gradients, and take one step.
+
+        Returns:
+            The norm of the whole gradient before it was clipped, and the learning rate.
+
+        Raises:
+            ArithmeticError: the norm is not finite.
+        """
+        self._check_awake()
         self.step += 1
         rate = self.optimization.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         limit = self.optimization.max_grad_norm or math.inf
-        whole = float(
-            export.gather_tensor(torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit))
-        )
-        if not math.isfinite(whole):
+        norm = torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit)
+        whole_norm = float(gather_tensor(norm))
+        if not math.isfinite(whole_norm):
             raise ArithmeticError(
-                f"step {self.step}: the gradient's norm is {whole}; lower the learning rate"
+                f"step {self.step}: the gradient's norm is {whole_norm}; lower the learning rate"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return whole, rate
+        return whole_norm, rate
+
+    # Sleep
 
     def sleep(self) -> None:
-        """Move parameters, gradients and the optimizer's state to the host's memory, so that others can use the device.
+        """Move parameters, gradients and the optimizer's state to the host's memory, so that others
+        can use the device.
 
-        `wake` returns every tensor, including buffers, to its own device: a state on another device than its parameter
-        would fail at the next step, or train on unnoticed. Copies of CUDA tensors are pinned, for the full speed of the
-        bus. On a CPU tensors only move within the host's memory, which frees nothing."""
-        self._be_awake("the trainer sleeps already")
-        homes = self._homes = {}
+        `wake` returns every tensor, including buffers, to its own device: a state on another device
+        than its parameter would fail at the next step, or train on unnoticed. Copies of CUDA
+        tensors are pinned, for the full speed of the bus. On a CPU tensors only move within the
+        host's memory, which frees nothing.
+        """
+        self._check_awake("the trainer sleeps already")
+        devices: dict[int, torch.device] = {}
+        self._devices_by_address = devices
 
-        def put_out(tensor: Tensor) -> Tensor:
-            if (
-                _address(tensor) in homes or tensor.device.type != self.ranks.device.type
-            ):  # moved already, or offloaded
+        def move_to_host(tensor: Tensor) -> Tensor:
+            is_moved = _get_address(tensor) in devices
+            is_offloaded = tensor.device.type != self.ranks.device.type
+            if is_moved or is_offloaded:
                 return tensor
             if tensor.device.type == "cuda" and not isinstance(tensor, DTensor):
-                host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
-                    tensor.detach(), non_blocking=True
-                )
+                host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                host.copy_(tensor.detach(), non_blocking=True)
             else:
                 host = tensor.detach().to("cpu", copy=True)
-            homes[_address(host)] = tensor.device
+            devices[_get_address(host)] = tensor.device
             return host
 
-        self._move(put_out)
+        self._replace_tensors(move_to_host)
 
     def wake(self) -> None:
         """Undo `sleep`: every tensor is back on its own device, with the same bits."""
-        if (homes := self._homes) is None:
+        devices = self._devices_by_address
+        if devices is None:
             raise RuntimeError("the trainer does not sleep")
 
-        def put_back(tensor: Tensor) -> Tensor:
-            home = homes.pop(_address(tensor), None)
-            return tensor if home is None else tensor.detach().to(home, copy=True)
+        def move_back(tensor: Tensor) -> Tensor:
+            device = devices.pop(_get_address(tensor), None)
+            return tensor if device is None else tensor.detach().to(device, copy=True)
 
-        self._move(put_back)
-        self._homes = None
+        self._replace_tensors(move_back)
+        self._devices_by_address = None
 
-    def _move(self, how: Callable[[Tensor], Tensor]) -> None:
-        self.model._apply(how)  # parameters stay the same objects, which the optimizer refers to
+    def _replace_tensors(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor of the model and the optimizer by what `move` returns for it."""
+        # Parameters stay the same objects, which the optimizer refers to.
+        self.model._apply(move)
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Tensor):
-                    state[name] = how(value)
+                    state[name] = move(value)
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
     def _logits(self, batch: Batch) -> Tensor:
-        self._be_awake()
+        self._check_awake()
         return super()._logits(batch)
 
-    def _be_awake(self, otherwise: str = "the trainer sleeps: wake it first") -> None:
-        if self._homes is not None:
-            raise RuntimeError(otherwise)
+    def _check_awake(self, problem: str = "the trainer sleeps: wake it first") -> None:
+        if self._devices_by_address is not None:
+            raise RuntimeError(problem)
+
+    # State
 
     def save(self, directory: Path) -> None:
-        """Write the trained parameters and their moments, without `step`, which the caller keeps; for all ranks."""
+        """Write the trained parameters and their moments, without `step`, which the caller keeps.
+
+        Called by all ranks.
+        """
         distributed_checkpoint.save_tensors(self._state(), directory)
 
     def load(self, directory: Path, step: int) -> None:
@@ -194,18 +241,23 @@ class Trainer(Policy):
 
     def copy_state(self, other: "Trainer") -> None:
         """Continue from the state of another trainer of the same parameters on the same ranks."""
-        theirs = other._state()
+        source = other._state()
         for name, value in self._state().items():
-            value.copy_(theirs[name])
+            value.copy_(source[name])
         self._set_step(other.step)
 
     def compute_state_digest(self) -> str:
-        """Compute the xxh3-128 of the state that `save` would write, as sharded on these ranks; called by all ranks."""
-        own = xxhash.xxh3_128()
+        """Compute the xxh3-128 of the state that `save` would write, as sharded on these ranks.
+
+        Called by all ranks.
+        """
+        digest = xxhash.xxh3_128()
         for tensor in self._state().values():
-            own.update(_local(tensor).cpu().contiguous().flatten().view(torch.uint8).numpy())
-        parts = self.ranks.merge({self.ranks.rank: own.hexdigest()})
-        return xxhash.xxh3_128_hexdigest("".join(parts[rank] for rank in sorted(parts)).encode())
+            data = _get_local(tensor).cpu().contiguous().flatten()
+            digest.update(data.view(torch.uint8).numpy())
+        digest_by_rank = self.ranks.merge({self.ranks.rank: digest.hexdigest()})
+        joined = "".join(digest_by_rank[rank] for rank in sorted(digest_by_rank))
+        return xxhash.xxh3_128_hexdigest(joined.encode())
 
     def _set_step(self, step: int) -> None:
         self.step = step
@@ -216,51 +268,56 @@ class Trainer(Policy):
         """Return every tensor that training changes. Before the first step, moments are zeros."""
         state = {f"model.{name}": parameter.detach() for name, parameter in self.trainable.items()}
         for name, parameter in self.trainable.items():
-            own = self.optimizer.state[parameter]
-            if not own:
-                place = parameter.device if parameter.device.type == "cuda" else None
-                own["step"] = torch.tensor(float(self.step), device=place)
-                own["exp_avg"], own["exp_avg_sq"] = (
-                    torch.zeros_like(parameter),
-                    torch.zeros_like(parameter),
-                )
-            state |= {f"{moment}.{name}": own[moment] for moment in ("exp_avg", "exp_avg_sq")}
+            moments = self.optimizer.state[parameter]
+            if not moments:
+                # As torch's fused AdamW makes them: on a GPU the step lies on the device, too.
+                device = parameter.device if parameter.device.type == "cuda" else None
+                moments["step"] = torch.tensor(float(self.step), device=device)
+                for moment in MOMENTS:
+                    moments[moment] = torch.zeros_like(parameter)
+            for moment in MOMENTS:
+                state[f"{moment}.{name}"] = moments[moment]
         return state
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _get_local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or all of one that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _address(tensor: Tensor) -> int:
-    return _local(tensor).data_ptr()
+def _get_address(tensor: Tensor) -> int:
+    return _get_local(tensor).data_ptr()
 
 
 @contextlib.contextmanager
-def measure_collectives(found: dict[str, float]) -> Iterator[None]:
-    """Set ``communication_s``, this rank's seconds in collectives with waits, and ``step_s``, the block's seconds."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs an error on a machine without a GPU
-    activities = [
-        ProfilerActivity.CPU,
-        *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
-    ]
-    with profile(activities=activities) as seen:
+def measure_collectives(figures: dict[str, float]) -> Iterator[None]:
+    """Set ``communication_s``, this rank's seconds in collectives with waits, and ``step_s``, the
+    block's seconds.
+    """
+    # Without this the profiler logs an error on a machine without a GPU.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as recording:
         start = time.perf_counter()
         yield
         elapsed = time.perf_counter() - start
-    spans = [
-        (event.time_range.start, event.time_range.end)
-        for event in seen.events() or ()
-        if event.name.startswith("gloo:")
-        or ("nccl" in event.name.lower() and event.device_type == DeviceType.CUDA)
-    ]
-    found |= {"communication_s": compute_union_length(spans) / 1e6, "step_s": elapsed}
+    spans: list[tuple[float, float]] = []
+    for event in recording.events() or ():
+        # A call of NCCL returns before its kernel has run, so the kernels are counted.
+        is_kernel = "nccl" in event.name.lower() and event.device_type == DeviceType.CUDA
+        if is_kernel or event.name.startswith("gloo:"):
+            spans.append((event.time_range.start, event.time_range.end))
+    figures["communication_s"] = compute_union_length(spans) / 1e6
+    figures["step_s"] = elapsed
 
 
 def compute_union_length(spans: Iterable[tuple[float, float]]) -> float:
     """Compute the length of the union of intervals, as collectives overlap."""
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    covered_until = float("-inf")
     for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
     return total
