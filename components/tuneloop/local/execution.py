@@ -109,10 +109,11 @@ class Execution:
         # The exit handler is shown with the workflow's name before it.
         base = call.name.removesuffix(".onExit")
         display = base.rpartition(".")[2] + call.name[len(base) :]
-        slug = re.sub(r"[^a-z0-9]+", "-", display.lower()).strip("-")[:40]
-        identity = f"{slug}-{hashlib.sha256(call.name.encode()).hexdigest()[:10]}"
+        slug = re.sub(r"[^a-z0-9]+", "-", display.lower())
+        # Two nodes may be shown alike; their paths differ.
+        digest = hashlib.sha256(call.name.encode()).hexdigest()
         node = Node(
-            id=identity,
+            id=f"{slug.strip('-')[:40]}-{digest[:10]}",
             name=call.name,
             display_name=display,
             template=call.template,
@@ -202,7 +203,9 @@ class Execution:
         pod = RunningPod(node, process, grace)
         with self._lock:
             self._running_pods[node.id] = pod
-            self._log_offsets.setdefault(node.id, (self.workdir / node.log).stat().st_size)
+            # An earlier session may have written to the log.
+            size = (self.workdir / node.log).stat().st_size
+            self._log_offsets.setdefault(node.id, size)
             # The end may have been asked for while the process was started.
             if self.find_end_reason(node.name):
                 pod.end()
@@ -213,13 +216,14 @@ class Execution:
                 self._running_pods.pop(node.id, None)
 
     def follow_pods(self) -> None:
-        """Read what running pods have written since the last time to their progress files and logs."""
+        """Read what running pods have written to their progress files and logs since the last time."""
         with self._lock:
             nodes = [pod.node for pod in self._running_pods.values()]
         for node in nodes:
             self._follow_log(node)
+            file = self.workdir / "nodes" / node.id / "progress"
             with contextlib.suppress(OSError):
-                progress = (self.workdir / "nodes" / node.id / "progress").read_text().strip()
+                progress = file.read_text().strip()
                 if progress and progress != node.progress:
                     node.progress = progress
                     self.record(node)
@@ -229,11 +233,12 @@ class Execution:
         if not self._on_log or not node.log:
             return
         with self._lock, contextlib.suppress(OSError), (self.workdir / node.log).open("rb") as file:
-            file.seek(self._log_offsets.get(node.id, 0))
+            offset = self._log_offsets.get(node.id, 0)
+            file.seek(offset)
             data = file.read()
             # The last line of a pod that runs may be half written.
             complete = data if node.phase in DONE else data[: data.rfind(b"\n") + 1]
-            self._log_offsets[node.id] = self._log_offsets.get(node.id, 0) + len(complete)
+            self._log_offsets[node.id] = offset + len(complete)
             for line in complete.decode(errors="replace").splitlines():
                 self._on_log(node, line)
 
@@ -292,7 +297,8 @@ class Execution:
 def name_run(workflow: JsonMapping) -> str:
     """Return the name of a workflow's run; where a cluster would generate one, its beginning."""
     metadata = workflow.get("metadata", {})
-    return str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-"))
+    prefix = metadata.get("generateName", "run-")
+    return str(metadata.get("name") or prefix.rstrip("-"))
 
 
 def _build_workflow_tags(

@@ -13,7 +13,7 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.pod import run_pod
-from tuneloop.local.results import Call, Daemon, Result, Scope
+from tuneloop.local.results import Call, Daemon, Result, Scope, list_outputs
 from tuneloop.local.retries import Attempts
 from tuneloop.workflow import expressions
 from tuneloop.workflow.expression_values import ExpressionError, format_value
@@ -54,9 +54,10 @@ def run_template(execution: Execution, call: Call) -> Result:
         # A fault of the machine (no disk, no such file) is this node's error, not the run's end.
         result = Result("Error", _describe_error(error))
     result = _omit_ended(execution, template or {}, node, result)
-    for parameter in (template or {}).get("outputs", {}).get("parameters", []):
-        if "globalName" in parameter and parameter["name"] in result.parameters:
-            execution.publish_output(parameter["globalName"], result.parameters[parameter["name"]])
+    for parameter in list_outputs(template or {}):
+        name = parameter["name"]
+        if "globalName" in parameter and name in result.parameters:
+            execution.publish_output(parameter["globalName"], result.parameters[name])
     execution.settle(node, result)
     return result
 
@@ -73,7 +74,8 @@ def _attempt(
         return Graph(execution, template, node, call.depth, scope).run()
     # The tags of a retry strategy are substituted once for all attempts.
     pod_template = {key: value for key, value in template.items() if key != "retryStrategy"}
-    return run_pod(execution, substitute_tags(pod_template, scope | {"pod.name": node.id}), node)
+    pod_scope = scope | {"pod.name": node.id}
+    return run_pod(execution, substitute_tags(pod_template, pod_scope), node)
 
 
 def _describe_error(error: Exception) -> str:
@@ -122,9 +124,12 @@ class Graph:
         self.depth = depth
         self.scope = scope
         self.tasks = {task["name"]: task for task in template["dag"]["tasks"]}
-        logic = {name: parse_depends(task, self.tasks) for name, task in self.tasks.items()}
-        self.waits = {name: names for name, (names, _) in logic.items()}
-        self.conditions = {name: condition for name, (_, condition) in logic.items()}
+        self.waits: dict[str, list[str]] = {}
+        self.conditions: dict[str, str] = {}
+        for name, task in self.tasks.items():
+            dependencies, condition = parse_depends(task, self.tasks)
+            self.waits[name] = dependencies
+            self.conditions[name] = condition
         self.daemons: list[Daemon] = []
 
     def run(self) -> Result:
@@ -132,16 +137,18 @@ class Graph:
         self.execution.start(self.node)
         try:
             results = self._run_tasks()
-            awaited = {name for names in self.waits.values() for name in names}
-            # As in Argo, the leaves decide how the graph has ended.
-            for leaf in [name for name in self.tasks if name not in awaited]:
-                branch = get_branch_result(leaf, self.waits, results)
+            awaited = set[str]().union(*self.waits.values())
+            for name in self.tasks:
+                # As in Argo, the leaves decide how the graph has ended.
+                if name in awaited:
+                    continue
+                branch = get_branch_result(name, self.waits, results)
                 if branch.broken:
                     return Result(branch.phase, self._explain_failure(results))
             scope = self._build_scope_after(results)
             outputs = {
                 parameter["name"]: resolve_output(parameter, scope)
-                for parameter in self.template.get("outputs", {}).get("parameters", [])
+                for parameter in list_outputs(self.template)
             }
             return Result("Succeeded", "", outputs)
         finally:
@@ -226,9 +233,11 @@ class Graph:
             if not expressions.evaluate_when(when):
                 return self.skip(call, "Skipped", f"when '{when}' evaluated false")
             parameters: dict[str, str] = {}
-            for parameter in (task.get("arguments") or {}).get("parameters", []):
-                if parameter.get("value") is not None:
-                    value = substitute_tags(parameter["value"], scope)
+            arguments = task.get("arguments") or {}
+            for parameter in arguments.get("parameters", []):
+                value = parameter.get("value")
+                if value is not None:
+                    value = substitute_tags(value, scope)
                     parameters[parameter["name"]] = format_value(value)
         except Exception as error:
             # Whatever is wrong with one task, the graph goes on.
@@ -310,12 +319,16 @@ def resolve_inputs(
     values: dict[str, str] = {}
     for parameter in template.get("inputs", {}).get("parameters", []):
         name = parameter["name"]
-        value = parameters.get(name, parameter.get("value", parameter.get("default")))
+        if name in parameters:
+            # The tags of an argument were substituted where the call was made.
+            values[name] = parameters[name]
+            continue
+        value = parameter.get("value", parameter.get("default"))
         if value is None:
             raise ExpressionError(
                 f"inputs.parameters.{name} of template {template['name']} was not supplied"
             )
-        values[name] = value if name in parameters else format_value(substitute_tags(value, scope))
+        values[name] = format_value(substitute_tags(value, scope))
     return values
 
 
@@ -325,9 +338,10 @@ def build_input_scope(template: JsonMapping, inputs: Mapping[str, str]) -> Scope
     scope: Scope = {"inputs.parameters": format_value(pairs)}
     for name, value in inputs.items():
         scope[f"inputs.parameters.{name}"] = value
-    for parameter in template.get("outputs", {}).get("parameters", []):
-        if "path" in parameter.get("valueFrom", {}):
-            scope[f"outputs.parameters.{parameter['name']}.path"] = parameter["valueFrom"]["path"]
+    for parameter in list_outputs(template):
+        source = parameter.get("valueFrom", {})
+        if "path" in source:
+            scope[f"outputs.parameters.{parameter['name']}.path"] = source["path"]
     return scope
 
 

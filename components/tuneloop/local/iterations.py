@@ -119,7 +119,9 @@ class Iterations:
     def _run_iterations(self, values: Mapping[str, str]) -> dict[str, str]:
         """Run iterations until the loop or the pod is over; return the outputs of the last one."""
         first = int(values["iteration"])
-        end = max(first, min(self._last, first + -first % self._per_pod))
+        # A pod ends after a multiple of its number of iterations, wherever it begins.
+        next_multiple = first + -first % self._per_pod
+        end = max(first, min(self._last, next_multiple))
         length = PodLength(self._run, first) if self._auto else None
         inputs = dict(values)
         for number in itertools.count(first):
@@ -175,7 +177,8 @@ class Iterations:
         words = list(step.flags)
         for name, wire in step.wires.items():
             words += [f"--{name}", wires[wire]]
-        words += [f"--{step.output}", f"{self._run}/iterations/{wires['iteration']}/{step.name}"]
+        url = f"{self._run}/iterations/{wires['iteration']}/{step.name}"
+        words += [f"--{step.output}", url]
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as outputs, _fresh_state(TUNELOOP_OUTPUTS=outputs):
             code = self._execute(step, words)

@@ -194,7 +194,8 @@ def _read_journal(
                 # A line without an end is being written, and an empty one ends a torn one.
                 damaged += line.endswith(b"\n") and len(line) > 1
             elif line.startswith(NODE):
-                lines[line[len(NODE) : line.index(b'"', len(NODE))]] = body
+                end = line.index(b'"', len(NODE))
+                lines[line[len(NODE) : end]] = body
             else:
                 try:
                     workflow = _parse(Workflow, body.partition(b", ")[2])

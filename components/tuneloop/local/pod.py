@@ -19,7 +19,7 @@ from tuneloop.core.server_token import create_token_file
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.processes import Process, end_process
-from tuneloop.local.results import Result
+from tuneloop.local.results import Result, list_outputs
 from tuneloop.sharing.lease_storage import STORED_LEASES, open_lease_group
 from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_KEY
@@ -42,9 +42,10 @@ class PodFilesystem:
     def __init__(self, root: Path, template: JsonMapping) -> None:
         self.root = root
         self._sources_by_output: dict[str, JsonMapping] = {}
-        for parameter in template.get("outputs", {}).get("parameters", []):
-            if "path" in parameter.get("valueFrom", {}):
-                self._sources_by_output[parameter["name"]] = parameter["valueFrom"]
+        for parameter in list_outputs(template):
+            source = parameter.get("valueFrom", {})
+            if "path" in source:
+                self._sources_by_output[parameter["name"]] = source
         outputs = {source["path"] for source in self._sources_by_output.values()}
         mounts = template["container"].get("volumeMounts", [])
         directories = {mount["mountPath"].rstrip("/") for mount in mounts}.difference(SHARED)
@@ -179,7 +180,11 @@ def run_pod(execution: Execution, template: JsonMapping, node: Node) -> Result:
                 return _become_daemon(execution, container, node, process, grace, log_part)
             process.ended.wait()
     parameters, missing = files.read_parameters()
-    result = Result("Succeeded" if process.code == 0 else "Failed", "", parameters, process.code)
+    result = Result(
+        phase="Succeeded" if process.code == 0 else "Failed",
+        parameters=parameters,
+        exit_code=process.code,
+    )
     if process.code == 0 and missing:
         result.phase = "Error"
         result.message = f"did not write its output {', '.join(missing)}"
@@ -198,7 +203,9 @@ def _expand_variables(text: str, env: Mapping[str, str]) -> str:
     """Replace ``$(NAME)`` as Kubernetes does: ``$$`` is a dollar, and an unknown name stays."""
 
     def expand(match: re.Match[str]) -> str:
-        return "$" if match[0] == "$$" else env.get(match[1], match[0])
+        if match[0] == "$$":
+            return "$"
+        return env.get(match[1], match[0])
 
     return re.sub(r"\$\$|\$\((\w+)\)", expand, text)
 
@@ -224,7 +231,8 @@ def _build_environment(
     }
     for variable in container.get("env", []):
         name = variable["name"]
-        path = (variable.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath")
+        source = variable.get("valueFrom") or {}
+        path = source.get("fieldRef", {}).get("fieldPath")
         # The image that a run records is that of this machine, if any.
         if "value" in variable and name != "TUNELOOP_IMAGE":
             env[name] = files.translate(str(variable["value"]))
@@ -263,10 +271,12 @@ class LogPart:
 
     def read_last_line(self) -> str:
         """Return the end of the last line, as the reason of a failure."""
+        # A log may have gigabytes, so its end is read alone.
+        size = self._log.stat().st_size
         with self._log.open("rb") as file:
-            file.seek(max(self._start, self._log.stat().st_size - 2000))
-            lines = file.read().decode(errors="replace").split("\n")
-        for line in reversed(lines):
+            file.seek(max(self._start, size - 2000))
+            text = file.read().decode(errors="replace")
+        for line in reversed(text.split("\n")):
             if line.strip():
                 return line.strip()[-300:]
         return ""
@@ -282,7 +292,8 @@ def _read_grace(template: JsonMapping, default: float) -> float:
     except json.JSONDecodeError:
         # A patch may be YAML, which only somebody else's workflow has.
         return default
-    return min(float(patch.get("terminationGracePeriodSeconds", default)), default)
+    grace = float(patch.get("terminationGracePeriodSeconds", default))
+    return min(grace, default)
 
 
 def _become_daemon(
@@ -320,9 +331,10 @@ def _is_ready(probe: JsonMapping, container: JsonMapping, address: str) -> bool:
     numbers = {port.get("name"): port["containerPort"] for port in container.get("ports", [])}
     port = numbers.get(request["port"], request["port"])
     path = str(request.get("path", "")).removeprefix("/")
+    url = f"http://{address}:{port}/{path}"
     timeout_s = float(probe.get("timeoutSeconds", 1))
     try:
-        status = send_request("GET", f"http://{address}:{port}/{path}", timeout_s=timeout_s)[0]
+        status, _ = send_request("GET", url, timeout_s=timeout_s)
     except (OSError, Unanswered):
         return False
     # As the kubelet has it: any status from 200 to 399 is a success.

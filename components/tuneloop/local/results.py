@@ -6,10 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tuneloop.core.ends import NO_EXIT_CODE
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.local.journal import BROKEN
 
 Scope = dict[str, Any]
 """Tag → value."""
+
+
+def list_outputs(template: JsonMapping) -> list[JsonObject]:
+    """List the output parameters that a template declares."""
+    outputs: list[JsonObject] = template.get("outputs", {}).get("parameters", [])
+    return outputs
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ class Attempts:
         }
         refusal = _refusal(self._strategy, self._last, result, self._number)
         if refusal is not None:
-            result.message = f"{refusal}: {result.message}" if refusal else result.message
+            if refusal:
+                result.message = f"{refusal}: {result.message}"
             return False
         pause = _pause(self._strategy.get("backoff") or {}, self._number)
         self._number += 1

@@ -95,7 +95,8 @@ class _Server:
             watched: list[socket.socket | int] = [self._channel, self._wakeup_reader]
             watched += self._ids_by_report
             # Without a spare child, one is forked after a pause, also where a fork has failed.
-            ready = select.select(watched, [], [], None if self._spare else PAUSE_S)[0]
+            timeout_s = None if self._spare else PAUSE_S
+            ready, _, _ = select.select(watched, [], [], timeout_s)
             is_idle = not ready
             for report in self._ids_by_report.keys() & ready:
                 self._read_report(report)
@@ -150,9 +151,13 @@ class _Server:
                 if self._spare and self._spare.pid == pid:
                     self._spare = None
                 code = os.waitstatus_to_exitcode(status)
+                # As a shell reports the signal -code.
+                if code < 0:
+                    code = 128 - code
                 # An orphan has no id: only the executor's own requests have.
-                for process_id in [i for i, child in self._pids_by_id.items() if child == pid]:
-                    self._end(process_id, code if code >= 0 else 128 - code)
+                ended = [i for i, child in self._pids_by_id.items() if child == pid]
+                for process_id in ended:
+                    self._end(process_id, code)
 
     def _end(self, process_id: int, code: int) -> None:
         """End a pod with its first process, whose exit code is known, and report it."""
@@ -203,8 +208,9 @@ def _await_request(channel: socket.socket) -> Message:
     request["report"] = channel
     try:
         _redirect(0, os.devnull, os.O_RDONLY)
-        for descriptor, path in ((1, request["stdout"]), (2, request["stderr"])):
-            _redirect(descriptor, path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        _redirect(1, request["stdout"], flags)
+        _redirect(2, request["stderr"], flags)
     except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
         # A path below /proc is the output of another process; here it has ended.
         if not str(error.filename).startswith("/proc/"):
@@ -285,8 +291,9 @@ def _list_descendants(root: int) -> list[int]:
         except OSError:
             # It has ended since.
             continue
+        pid = int(entry.parent.name)
         parent = int(fields[1])
-        children.setdefault(parent, []).append(int(entry.parent.name))
+        children.setdefault(parent, []).append(pid)
     descendants: list[int] = []
     queue = [root]
     while queue:
