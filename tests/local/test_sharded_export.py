@@ -15,7 +15,7 @@ from tests.making import tiny_model
 from tests.waiting import LIMIT_S
 from tests.warm import python
 from tuneloop.core.artifacts import hash_files
-from tuneloop.training.fsdp.policy import open_model
+from tuneloop.training.fsdp.policy import fill_rounded, open_model
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.trainer import Trainer
 from tuneloop.training.lora import Lora
@@ -84,7 +84,7 @@ def export(how: str, work: Path, ranks: Ranks) -> None:
     whole = trainer.whole_state()
     if ranks.rank == 0:
         one = open_model(source, torch.bfloat16, "sdpa")
-        one.load_state_dict(whole)
+        fill_rounded(one, whole)
         limit = "20KB" if how == "files" else "50GB"
         one.save_pretrained(work / "theirs", max_shard_size=limit)
         for name, value in one.state_dict().items():

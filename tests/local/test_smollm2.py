@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.making import prompts_artifact
+from tests.making import commit, prompts_artifact
 from tests.policies import commit_prompts
 from tests.waiting import LIMIT_S
-from tuneloop.core.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.formats.facts import CheckpointFacts
 from tuneloop.formats.rollouts import Request
 from tuneloop.inference.engines import Sampling
@@ -23,6 +23,7 @@ from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.reward import reward
 from tuneloop.stages.rollout import rollout
 from tuneloop.stages.sft import sft
+from tuneloop.training.distributed_checkpoint import load_tensors
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 QUESTIONS = ["What is the capital of France?", "What is 3 + 4?"]
@@ -109,6 +110,80 @@ def test_every_stage_and_the_export_says_what_the_engine_says(
         assert answer == completion.ids
         texts.append(tokenizer.decode(answer, skip_special_tokens=True))
     assert "Paris" in texts[0]
+
+
+def test_small_changes_of_every_parameter_reach_the_model_as_it_is_written(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    """Full fine-tuning at 2e-5 changes less than the distance of two numbers of bfloat16."""
+    rows = [
+        {
+            "id": f"sft-{i}",
+            "prompt": ask(f"What is {i} + {i}?"),
+            "chat": True,
+            "completion": f"The harbour office has {2 * i}.",
+        }
+        for i in range(1, 9)
+    ]
+    source = prompts_artifact(tmp_path / "source", rows)
+    draft = Draft(str(tmp_path / "prompts"), attempt="data-test")
+    for name in source.manifest.files:
+        (draft.path / name).write_bytes(source.part(name).read_bytes())
+    (draft.path / "sft_eval.parquet").write_bytes(source.part("sft.parquet").read_bytes())
+    prompts = commit(tmp_path / "prompts", "data_prep")
+    base_model(out=f"{tmp_path}/base", model=str(smollm2))
+    sft(
+        out=f"{tmp_path}/sft",
+        policy=f"{tmp_path}/base",
+        prompts=prompts.ref,
+        max_steps=3,
+        warmup_steps=0,
+        learning_rate=2e-5,
+        per_device_train_batch_size=8,
+        device="cpu",
+    )
+    tuned = Artifact(f"{tmp_path}/sft")
+    held_out = CheckpointFacts.read(tuned).held_out
+    assert held_out is not None
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    texts = []
+    for row in rows:
+        messages = json.loads(row["prompt"])
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        messages.append({"role": "assistant", "content": row["completion"]})
+        whole = tokenizer.apply_chat_template(messages, return_dict=False)
+        # The template's newline after the end of the turn is no target.
+        texts.append((len(prompt), whole[:-1]))
+
+    def compute_loss(model: torch.nn.Module) -> float:
+        losses = []
+        for start, ids in texts:
+            with torch.no_grad():
+                logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            losses += [-float(logprobs[i - 1, ids[i]]) for i in range(start, len(ids))]
+        assert len(losses) == held_out.targets
+        return sum(losses) / len(losses)
+
+    written = AutoModelForCausalLM.from_pretrained(tuned.part("model"), dtype=torch.float32)
+    assert tuned.manifest.facts["save_dtype"] == "bfloat16"
+    assert compute_loss(written) == pytest.approx(held_out.loss_after, rel=1e-3)
+    # What rounding to the nearest would write, from the float32 parameters.
+    state = {f"model.{name}": value.detach() for name, value in written.named_parameters()}
+    load_tensors(state, tuned.part("trainer"))
+    trained = compute_loss(written)
+    with torch.no_grad():
+        for value in written.parameters():
+            value.copy_(value.bfloat16().float())
+    nearest = compute_loss(written)
+    print(
+        f"loss in float32 {trained:.3f}, written {held_out.loss_after:.3f}, nearest {nearest:.3f}"
+    )
+    gain = held_out.loss_before - trained
+    assert held_out.loss_before - held_out.loss_after > 0.95 * gain
+    assert held_out.loss_before - nearest < 0.8 * gain
 
 
 def test_the_demo_on_a_pretrained_model(smollm2: Path, tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def preference(
         raise UserError(
             "--logprobs", logprobs.url, f"is not of --policy, the reference of {options.backend}"
         )
-    with stage.timed("evaluate"):
+    dtype = checkpoint.choose_saved_dtype(policy, options.save_dtype)
+    with stage.timed("evaluate"), trainer.rounded(dtype):
         after = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     stage.facts.update(accuracy_before=before, reference=reference_digest)
     stage.log(f"accuracy {before:.3f} → {after:.3f} on {len(held_out)} pairs")

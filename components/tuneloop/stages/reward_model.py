@@ -59,7 +59,8 @@ def reward_model(
         held_out = fit_pairs(stage, held_out, prompts, trainer, options) or pairs
     step = partial(train_step, stage, trainer, center=center_rewards_coefficient)
     loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.__getitem__, step)
-    with stage.timed("evaluate"):
+    dtype = checkpoint.choose_saved_dtype(policy, options.save_dtype)
+    with stage.timed("evaluate"), trainer.rounded(dtype):
         accuracy = compute_accuracy(
             stage, trainer, held_out, 2 * options.per_device_train_batch_size, ScoreTrainer.scores
         )
@@ -69,7 +70,6 @@ def reward_model(
         target = stage.out / "model"
         if stage.leader:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS))
-        dtype = checkpoint.choose_saved_dtype(policy, options.save_dtype)
         # No trainer's state: a scorer is not trained on.
         trainer.export(source, target, dtype)
     stage.facts.update(step=trainer.step, save_dtype=dtype, accuracy=accuracy)

@@ -10,6 +10,7 @@ from tuneloop.core.component import Stage
 from tuneloop.formats.held_out import HeldOutFacts, compute_perplexity
 from tuneloop.formats.token_files import Corpus
 from tuneloop.training import epochs
+from tuneloop.training.checkpoint import choose_saved_dtype
 from tuneloop.training.corpora import read_corpus
 from tuneloop.training.lengths import fit_corpus
 from tuneloop.training.pairs import score_documents
@@ -30,6 +31,7 @@ class HeldOutLoss:
 
     Attributes:
         documents: the held-out demonstrations, tokenized; may be empty.
+        dtype: in which the model is written.
         limit: demonstrations in a micro-batch.
         interval: optimizer steps between two measurements.
     """
@@ -39,12 +41,14 @@ class HeldOutLoss:
         stage: Stage,
         trainer: EpochTrainer,
         documents: Corpus,
+        dtype: str,
         limit: int,
         interval: int,
     ) -> None:
         self.stage = stage
         self.trainer = trainer
         self.documents = documents
+        self.dtype = dtype
         self.limit = limit
         self.interval = interval
         self.targets = sum(document.target_count for document in documents)
@@ -57,12 +61,16 @@ class HeldOutLoss:
         return bool(self) and (step == max_steps or step % self.interval == 0)
 
     def measure(self) -> dict[str, float]:
-        """Compute the loss and the perplexity of the policy as it is; called by all ranks.
+        """Compute the loss and the perplexity of the policy as it would be written now.
 
-        Neither gradients nor random streams change. The stage finishes the measurement on
+        Rounded parameters are what is served, and may have lost what training changed. Called by
+        all ranks. Neither parameters nor random streams change. The stage finishes the measurement on
         SIGTERM, so that the resume point that follows has the metrics of its step.
         """
-        with self.stage.timed("evaluate"):
+        return self._measure_in(self.dtype)
+
+    def _measure_in(self, dtype: str) -> dict[str, float]:
+        with self.stage.timed("evaluate"), self.trainer.rounded(dtype):
             logprobs = score_documents(None, self.trainer, self.documents, self.limit)
         loss = -math.fsum(logprobs) / self.targets
         return {"eval_loss": loss, "eval_perplexity": compute_perplexity(loss)}
@@ -70,7 +78,8 @@ class HeldOutLoss:
     def record_first(self) -> None:
         """Record the loss before the first step, unless an earlier attempt did."""
         if self and self.trainer.step == 0:
-            self.stage.metric(0, **self.measure())
+            # The policy as it came is not rounded, whatever dtype the next one is written in.
+            self.stage.metric(0, **self._measure_in("float32"))
 
     def summarize(self, metrics: Path) -> HeldOutFacts:
         """Summarize what `metrics` (``metrics.jsonl``) recorded, for the facts of the checkpoint."""
@@ -107,4 +116,6 @@ def open_held_out_loss(
             is_delegated=options.is_delegated,
         )
     interval = eval_steps or math.ceil(options.max_steps / MEASUREMENTS)
-    return HeldOutLoss(stage, trainer, documents, options.per_device_train_batch_size, interval)
+    dtype = choose_saved_dtype(policy, options.save_dtype)
+    limit = options.per_device_train_batch_size
+    return HeldOutLoss(stage, trainer, documents, dtype, limit, interval)

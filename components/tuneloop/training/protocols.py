@@ -58,5 +58,8 @@ class EpochTrainer(ScoringPolicy, Protocol):
     def save(self, directory: Path) -> None:
         """Write what training changes; called by all ranks."""
 
+    def rounded(self, dtype: str) -> AbstractContextManager[None]:
+        """Have the parameters that are written in `dtype` while the block runs; for all ranks."""
+
     def load(self, directory: Path, step: int) -> None:
         """Continue from what `save` wrote after `step`, with any number of ranks."""

@@ -72,9 +72,9 @@ def compute_reference_loss(model_directory: Path) -> tuple[float, int]:
     return total / count, count
 
 
-def test_the_loss_before_and_after_is_that_of_transformers(policy, prompts, tmp_path):
-    # The loss is of the float32 parameters, also where the model is written in bfloat16.
-    options = {"learning_rate": 1e-2, "eval_steps": 4, "save_dtype": "float32"}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loss_before_and_after_is_that_of_transformers(policy, prompts, tmp_path, dtype):
+    options = {"learning_rate": 1e-2, "eval_steps": 4, "save_dtype": dtype}
     tuned = tune(tmp_path / "out", policy, prompts, **options)
     metrics = read_metrics(tuned)
     measured = [row for row in metrics if "eval_loss" in row]

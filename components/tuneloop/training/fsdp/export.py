@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from tuneloop.training.fsdp.ranks import Ranks
+from tuneloop.training.fsdp.rounding import round_tensor
 from tuneloop.weights import layout
 
 DTYPE_NAMES = {
@@ -70,7 +71,7 @@ def write_sharded_model(
         if name not in directory.tensors:
             continue
         if is_shared:
-            rows, first_row = _get_local_rows(value, ranks)
+            rows, first_row = get_local_rows(value, ranks)
             # A tensor that is not sharded is the same everywhere, so that one rank writes it.
             if ranks.rank == 0 or isinstance(value, DTensor):
                 directory.write_rows(name, rows, first_row)
@@ -82,7 +83,7 @@ def write_sharded_model(
     return True
 
 
-def _get_local_rows(value: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
+def get_local_rows(value: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
     """Return this rank's rows, and the index of the first one; all rows if the tensor is not
     sharded.
     """
@@ -94,6 +95,11 @@ def _get_local_rows(value: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
     first_row = min(ranks.rank * chunk_size, len(value))
     assert len(rows) == min(chunk_size, len(value) - first_row)
     return rows, first_row
+
+
+def get_local(value: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, which shares its memory; any other as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def gather_tensor(value: Tensor) -> Tensor:
@@ -175,9 +181,8 @@ class _ModelDirectory:
         """Write rows of a tensor, starting at the index `first_row`."""
         tensor = self.tensors[name]
         # A tensor without dimensions counts as one row.
-        row_bytes = tensor.element_size()
-        if tensor.ndim:
-            row_bytes *= tensor[:1].numel()
-        data = rows.detach().to("cpu", tensor.dtype).contiguous().flatten()
-        start = self._entries[name].start + first_row * row_bytes
+        row_size = tensor[:1].numel() if tensor.ndim else 1
+        rounded = round_tensor(rows.detach(), tensor.dtype, name, first_row * row_size)
+        data = rounded.cpu().contiguous().flatten()
+        start = self._entries[name].start + first_row * row_size * tensor.element_size()
         layout.write_bytes_at(self.path_by_name[name], start, data.view(torch.uint8).numpy())

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,14 @@ from tuneloop.training.batching import (
     plan_micro_batches,
 )
 from tuneloop.training.fsdp import attention
-from tuneloop.training.fsdp.export import gather_tensor, write_sharded_model
+from tuneloop.training.fsdp.export import (
+    gather_tensor,
+    get_local,
+    get_local_rows,
+    write_sharded_model,
+)
 from tuneloop.training.fsdp.ranks import Ranks
+from tuneloop.training.fsdp.rounding import round_tensor
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import GPU_LOGITS, LOGITS, Dtype, Packing
 
@@ -361,7 +367,8 @@ class Policy:
             source: the directory of the policy before. Files are cut as its files are; the caller
                 copies others, as the tokenizer's.
             target: the directory to write.
-            dtype: torch's name of the dtype of the tensors.
+            dtype: torch's name of the dtype of the tensors, to which `rounding.round_tensor`
+                rounds them.
 
         Returns:
             The model as written, on the CPU; None on all ranks but the first.
@@ -384,14 +391,60 @@ class Policy:
             return None
         if self._exported_model is None or self._exported_model.dtype != torch_dtype:
             self._exported_model = self._reopen(source, torch_dtype)
-        self._exported_model.load_state_dict(weights)
+        fill_rounded(self._exported_model, weights)
         self._exported_model.save_pretrained(target, max_shard_size=shard_bytes)
         return self._exported_model
+
+    @contextlib.contextmanager
+    def rounded(self, dtype: str) -> Iterator[None]:
+        """Have the parameters that `export` writes in `dtype` while the block runs.
+
+        With LoRA, the merged layers take the place of the frozen ones, and the adapters are zero.
+        What is replaced is kept in the host's memory meanwhile. Called by all ranks.
+        """
+        copies: list[tuple[Tensor, Tensor]] = []
+        if dtype != "float32":
+            self._round_parameters(getattr(torch, dtype), copies)
+        try:
+            yield
+        finally:
+            for target, value in copies:
+                target.copy_(value)
+
+    @torch.no_grad()
+    def _round_parameters(self, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> None:
+        """Round every parameter in place; add its tensor on this rank, and a copy, to `copies`."""
+        parameters = {name: value.detach() for name, value in self.model.named_parameters()}
+        name_by_merged = {name.replace(lora.BASE, "."): name for name in parameters}
+        for merged_name, value in self._list_state():
+            # Buffers, and the second name of tied parameters, are no parameters.
+            if merged_name not in name_by_merged:
+                continue
+            rows, first_row = get_local_rows(value.detach(), self.ranks)
+            row_size = value[:1].numel() if value.ndim else 1
+            target = get_local(parameters[name_by_merged[merged_name]])
+            copies.append((target, target.to("cpu", copy=True)))
+            target.copy_(round_tensor(rows, dtype, merged_name, first_row * row_size))
+        for name, value in parameters.items():
+            if lora.ADAPTER in name:
+                target = get_local(value)
+                copies.append((target, target.to("cpu", copy=True)))
+                target.zero_()
 
     def _reopen(self, directory: Path, dtype: torch.dtype) -> Any:
         # What is written computes the canary, on a CPU, where other kernels than eager cannot run.
         implementation = "eager" if self.layout.attention == "eager" else "auto"
         return open_model(directory, dtype, implementation)
+
+
+def fill_rounded(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Fill a model with the values of a state, rounded to the dtypes that its parameters have."""
+    name_by_address: dict[int, str] = {}
+    with torch.no_grad():
+        for name, target in model.state_dict().items():
+            # Tied parameters are rounded once, by their first name, which is the one in the file.
+            if name_by_address.setdefault(target.data_ptr(), name) == name:
+                target.copy_(round_tensor(weights[name], target.dtype, name))
 
 
 def open_model(

@@ -21,7 +21,7 @@ from tuneloop.core.json_types import JsonObject
 from tuneloop.training import distributed_checkpoint, lora
 from tuneloop.training.batching import Batch
 from tuneloop.training.devices import find_device
-from tuneloop.training.fsdp.export import gather_tensor
+from tuneloop.training.fsdp.export import gather_tensor, get_local
 from tuneloop.training.fsdp.policy import Policy
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.options import Optimization
@@ -90,7 +90,7 @@ class Trainer(Policy):
         if not self.lora:
             return False
         matrices = [value for name, value in self.trainable.items() if lora.SECOND in name]
-        is_changed = any(bool(_get_local(value.detach()).any()) for value in matrices)
+        is_changed = any(bool(get_local(value.detach()).any()) for value in matrices)
         return self.ranks.max([float(is_changed)]) == [0.0]
 
     # Steps
@@ -253,7 +253,7 @@ class Trainer(Policy):
         """
         digest = xxhash.xxh3_128()
         for tensor in self._state().values():
-            data = _get_local(tensor).cpu().contiguous().flatten()
+            data = get_local(tensor).cpu().contiguous().flatten()
             digest.update(data.view(torch.uint8).numpy())
         digest_by_rank = self.ranks.merge({self.ranks.rank: digest.hexdigest()})
         joined = "".join(digest_by_rank[rank] for rank in sorted(digest_by_rank))
@@ -280,13 +280,8 @@ class Trainer(Policy):
         return state
 
 
-def _get_local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, or all of one that is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _get_address(tensor: Tensor) -> int:
-    return _get_local(tensor).data_ptr()
+    return get_local(tensor).data_ptr()
 
 
 @contextlib.contextmanager
