@@ -84,6 +84,7 @@ class Executor:
         from tuneloop.cli.live import Display
         from tuneloop.cli.show import describe_failure, write_report
         from tuneloop.local.executor import execute_parts
+        from tuneloop.runs.stages import cut_error
         from tuneloop.runs.summary import summarize_run
         from tuneloop.runs.tracking import mirror_in_background
 
@@ -105,7 +106,8 @@ class Executor:
             # Within the block: the mirrors attach the report as they end.
             report = write_report(run)
         has_succeeded = outcome.phase == "Succeeded"
-        ending = "succeeded" if has_succeeded else f"{outcome.phase.lower()}: {outcome.message}"
+        reason = cut_error(outcome.message)
+        ending = "succeeded" if has_succeeded else f"{outcome.phase.lower()}: {reason}"
         summary = summarize_run(run, report=report, mirrors=mirrors)
         seconds = time.monotonic() - start
         typer.echo(f"\n{run.name}: {ending} ({seconds:.1f} s)\n{summary}")

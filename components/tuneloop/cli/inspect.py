@@ -72,10 +72,12 @@ def show_status(
 def _suggest_resume(run: "Run", store: str) -> str:
     """Suggest how to continue a run that ended early, with the reason; empty for other runs."""
     from tuneloop.cli.show import format_store_option
+    from tuneloop.runs.stages import cut_error
 
     command = f"; tuneloop resume {run.name}{format_store_option(store)}"
     if run.phase == "failed":
-        return f"; {_get_message(run)}{command}"
+        # The error itself follows below the table of the stages.
+        return f"; {cut_error(_get_message(run))}{command}"
     return command if run.phase == "interrupted" else ""
 
 

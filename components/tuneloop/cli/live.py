@@ -13,7 +13,7 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.local.journal import BROKEN, DONE, Node
 from tuneloop.runs.run_record import Run
-from tuneloop.runs.stages import find_iteration, get_stage_name
+from tuneloop.runs.stages import cut_error, find_iteration, get_stage_name
 from tuneloop.runs.summary import format_duration, format_number
 from tuneloop.workflow.plan import ServerPlan, find_plan
 
@@ -187,7 +187,8 @@ class Display:
         if node.template in self.scorers and "mean-reward" in node.outputs:
             self.loop.reward = f"{float(node.outputs['mean-reward']):.3f}"
         if node.phase in BROKEN:
-            self._print(f"{name}: {node.phase.lower()} after {seconds}: {node.message}")
+            reason = cut_error(node.message)
+            self._print(f"{name}: {node.phase.lower()} after {seconds}: {reason}")
         elif node.phase == "Omitted":
             self._print(f"{name}: ended after {seconds}: {node.message}")
         elif find_iteration(node):

@@ -3,17 +3,18 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from tuneloop.cli.tables import print_table
-from tuneloop.core.errors import EXIT_USER, NAMED, UserError, find_disk_error
+from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, NAMED, UserError, find_disk_error
 from tuneloop.core.store import normalize_url
 from tuneloop.local.journal import BROKEN, Node
 from tuneloop.runs.run_record import Run
-from tuneloop.runs.stages import StageStatus, get_stage_name
+from tuneloop.runs.stages import StageStatus, cut_error, get_stage_name
 from tuneloop.runs.summary import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def show_stages(stages: Iterable[StageStatus], places: int = 1) -> None:
     numbers = ("done", "seconds", "retries")
     print_table(
         ("stage", "phase", *numbers, "newest"),
-        [status.row(places) for status in statuses],
+        [_cut_cause(status).row(places) for status in statuses],
         right=numbers,
         cut="newest",
     )
@@ -43,8 +44,14 @@ def show_stages(stages: Iterable[StageStatus], places: int = 1) -> None:
             typer.echo(f"{status.stage}: {status.cause}")
 
 
+def _cut_cause(status: StageStatus) -> StageStatus:
+    """Return a stage without its last line in its message, where that is shown as the cause."""
+    return replace(status, message=cut_error(status.message)) if status.cause else status
+
+
 def describe_failure(run: Run, outcome: "Outcome") -> str:
-    """Describe in one line which stage ended the run, with its last line."""
+    """Describe in one line which stage ended the run, with its last line; stages beside it that
+    failed, too, have a line each before it."""
     node = find_failed_pod(outcome.nodes.values())
     if node is None:
         return f"error: {outcome.message}"
@@ -60,7 +67,13 @@ def describe_failure(run: Run, outcome: "Outcome") -> str:
             else ", or run it again with other settings"
         )
     command = f"tuneloop logs {run.name} {get_stage_name(node)}{option}"
-    return format_stage_error(node, last_line or node.message, command, remedy)
+    error = format_stage_error(node, last_line or node.message, command, remedy)
+    others = [
+        f"{get_stage_name(other)}: {other.message}"
+        for other in list_failed_stages(outcome.nodes.values())
+        if get_stage_name(other) != get_stage_name(node)
+    ]
+    return "\n".join([*others, error])
 
 
 def _read_last_line(path: Path) -> str:
@@ -77,6 +90,19 @@ def find_failed_pod(nodes: Iterable[Node]) -> Node | None:
     """Return the pod that failed last, or None."""
     broken = [node for node in nodes if node.type == "Pod" and node.phase in BROKEN]
     return max(broken, key=lambda node: node.finished, default=None)
+
+
+def list_failed_stages(nodes: Iterable[Node]) -> list[Node]:
+    """List the newest pod of each stage that failed by itself, and was not only interrupted."""
+    newest_by_stage: dict[str, Node] = {}
+    for node in nodes:
+        if node.type == "Pod":
+            newest_by_stage[get_stage_name(node)] = node
+    return [
+        node
+        for node in newest_by_stage.values()
+        if node.phase in BROKEN and node.exit_code is not None and 0 < node.exit_code < EXIT_RETRY
+    ]
 
 
 def format_stage_error(node: Node, last_line: str, command: str, remedy: str) -> str:

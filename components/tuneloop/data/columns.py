@@ -10,8 +10,8 @@ from pydantic import BaseModel, field_validator, model_validator
 from tuneloop.core.errors import UserError, suggest_name
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.data import BadValue, Example, Prompt
-from tuneloop.data.messages import get_text, is_messages, parse_messages, parse_tools
-from tuneloop.data.readers.strict_json import parse_json
+from tuneloop.data.messages import get_text, is_messages, parse_messages, parse_tools, parse_turns
+from tuneloop.data.readers.strict_json import describe_type, parse_json
 from tuneloop.formats.chat_forms import Message
 
 MISSING = object()
@@ -196,7 +196,10 @@ def read_prompt(values: JsonMapping, path: str) -> Prompt:
     or empty."""
     value = get_path(values, path)
     if is_messages(value) or (isinstance(value, str) and _is_messages_text(value)):
-        return parse_messages(value)
+        return parse_messages(value, path)
+    # A list is meant as messages: it is said which of them is none.
+    if isinstance(value, list) and value:
+        return parse_messages(value, path)
     return _require_text(value, path)
 
 
@@ -221,8 +224,7 @@ def read_completion(values: JsonMapping, path: str) -> str:
     is neither, or empty."""
     value = get_path(values, path)
     if is_messages(value) and len(value) == 1:
-        # The rules for messages hold for whole chats, which begin with the user's.
-        (message,) = parse_messages([{"role": "user", "content": "-"}, *value])[1:]
+        (message,) = parse_turns(value, path)
         if message["role"] == "assistant" and "tool_calls" not in message:
             return get_text(message)
     if not isinstance(value, str):
@@ -283,6 +285,4 @@ def _is_messages_text(text: str) -> bool:
 def _describe(value: Any) -> str:
     if value is MISSING:
         return "nothing: the row has no such column"
-    if value is None:
-        return "null"
-    return {bool: "a boolean", list: "a list", dict: "an object"}.get(type(value), "a number")
+    return describe_type(value)

@@ -25,6 +25,8 @@ from tuneloop.formats.sequences import LazySequence, chain_sequences
 
 PROBED = 20
 """Rows at the beginning that decide which layout a file has."""
+MESSAGE_COLUMNS = ({"role", "content"}, {"from", "value"})
+"""What a message has, in OpenAI's form and in ShareGPT's."""
 Addresses = str | list[str]
 """A path, a glob, a folder or a name on the hub, or several."""
 
@@ -333,14 +335,23 @@ def _read_values(parts: Iterable[Iterable[ReadRow]]) -> Iterator[Values]:
 
 def _refuse_first_row(file: str, rows: Iterable[ReadRow]) -> NoReturn:
     """Raise UserError: none of the first rows can be used. It says what is wrong with the first."""
-    first = next(iter(rows), None)
-    if isinstance(first, BadRow):
-        raise UserError("data", first.row, f"{first.reason}; nor can its neighbours be used")
-    raise UserError("data", file, "no rows; nor can its neighbours be used")
+    first_rows = list(itertools.islice(rows, PROBED))
+    if not first_rows:
+        raise UserError("data", file, "has no rows")
+    first = first_rows[0]
+    assert isinstance(first, BadRow)
+    number = len(first_rows)
+    others = f"; none of the first {number} rows can be used" if number > 1 else ""
+    raise UserError("data", first.row, f"{first.reason}; correct it{others}")
 
 
 def _explain_unknown(head: Sequence[Values]) -> str:
     """Explain which columns there are, and what would be understood."""
+    if any(values.keys() >= names for values in head for names in MESSAGE_COLUMNS):
+        return (
+            f"has single messages as rows ({list_columns(head)}), and a row must be a whole chat: "
+            'write each as {"messages": [{"role": …, "content": …}, …]}'
+        )
     names = ", ".join(sorted(layout.name for layout in list_layouts()))
     return (
         f"has the columns {list_columns(head)}, which are no layout that is known ({names}); "

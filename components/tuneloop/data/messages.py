@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from tuneloop.core.errors import shorten_text
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.data import BadValue
-from tuneloop.data.readers.strict_json import check_depth, parse_json
+from tuneloop.data.readers.strict_json import check_depth, describe_type, parse_json
 from tuneloop.formats.chat_forms import Message, find_function, join_parts
 
 ROLES = {
@@ -38,33 +39,66 @@ ROLES = {
     "function-response": "tool",
 }
 """Roles as data sets write them, in lower case, and what templates call them."""
+EXPECTED_ROLES = "system, user, assistant or tool (or one of ShareGPT's)"
+"""How messages to users name them: the table has 22."""
 CALLING_ROLES = ("function_call", "function-call", "tool_call")
 """Roles of ShareGPT whose content is the call itself, as JSON."""
+JSON_BEGINNINGS = ("[", "{", '"')
+"""How the JSON of a list, an object or a text begins: other text is no damaged JSON."""
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 """The beginning of a turn in a transcript of Anthropic's HH."""
 
 
-def parse_messages(value: Any) -> list[Message]:
+def parse_messages(value: Any, column: str = "messages") -> list[Message]:
     """Make OpenAI's messages of a list of messages, or of its JSON text, in any form that data sets
-    have. Raises BadValue: it is no such list, or a message cannot be rendered as what it is."""
-    if isinstance(value, str):
-        value = parse_json(value)
+    have.
+
+    Args:
+        value: what a row has.
+        column: where it has it, for messages.
+
+    Raises:
+        BadValue: it is no such list, a message cannot be rendered as what it is, or they do not
+            begin as a chat does.
+    """
+    messages = parse_turns(value, column)
+    # A turn of the assistant is learned in the context before it, and there is none.
+    if messages[0]["role"] == "assistant":
+        remedy = "begins with the assistant's message: nothing comes before it"
+        raise BadValue(f"column {column!r} {remedy}")
+    # Many templates refuse a chat without the user's message, or begin one of their own.
+    if not any(message["role"] == "user" for message in messages):
+        raise BadValue(f"column {column!r} has no message of the user")
+    return messages
+
+
+def parse_turns(value: Any, column: str) -> list[Message]:
+    """Make OpenAI's messages of turns that may stand anywhere in a chat; else as `parse_messages`.
+    Raises BadValue."""
+    kind = describe_type(value)
+    if isinstance(value, str) and value.lstrip().startswith(JSON_BEGINNINGS):
+        value = parse_text(value, f"column {column!r}")
+        kind = f"text with {describe_type(value)}"
     if not isinstance(value, list) or not value:
-        raise BadValue("has no list of messages")
+        remedy = "must hold a list of messages, each with role and content"
+        raise BadValue(f"column {column!r} {remedy}, not {kind}")
     check_depth(value)
     messages: list[Message] = []
     for number, message in enumerate(value, start=1):
         try:
             messages.append(_parse_message(message))
         except BadValue as error:
-            raise BadValue(f"message {number} {error}") from error
-    # A turn of the assistant is learned in the context before it, and there is none.
-    if messages[0]["role"] == "assistant":
-        raise BadValue("begins with the assistant's message: nothing comes before it")
-    # Many templates refuse a chat without the user's message, or begin one of their own.
-    if not any(message["role"] == "user" for message in messages):
-        raise BadValue("has no message of the user")
+            raise BadValue(f"column {column!r}: message {number} {error}") from error
     return messages
+
+
+def parse_text(text: str, subject: str) -> Any:
+    """Parse JSON that a row has as text. Raises BadValue that names `subject`, what holds it: the
+    row itself is JSON."""
+    try:
+        return parse_json(text)
+    except BadValue as error:
+        raise BadValue(f"{subject} has text that {error}") from error
 
 
 def is_messages(value: Any) -> TypeGuard[list[Message]]:
@@ -81,14 +115,18 @@ def parse_tools(value: Any) -> list[JsonObject] | None:
     """Make OpenAI's list of tool schemas of a list, or of its JSON text; None where there are none.
     Raises BadValue: it is no such list."""
     if isinstance(value, str):
-        value = parse_json(value) if value.strip() else None
+        value = parse_text(value, "column 'tools'") if value.strip() else None
     if not value:
         return None
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):
-        raise BadValue("has tools that are no list of schemas")
-    return [_parse_tool(tool) for tool in value]
+        kind = describe_type(value)
+        raise BadValue(f"column 'tools' must hold a list of function schemas, not {kind}")
+    tools: list[JsonObject] = []
+    for number, tool in enumerate(value, start=1):
+        tools.append(_parse_tool(tool, f"column 'tools': tool {number}"))
+    return tools
 
 
 def parse_calls(value: Any) -> list[JsonObject]:
@@ -97,7 +135,8 @@ def parse_calls(value: Any) -> list[JsonObject]:
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):
-        raise BadValue("has tool calls that are no list")
+        kind = describe_type(value)
+        raise BadValue(f"has tool_calls that must be a list of calls, not {kind}")
     return [_parse_call(call) for call in value]
 
 
@@ -109,7 +148,8 @@ def get_text(message: JsonMapping) -> str:
 def _parse_message(message: Any) -> Message:
     """Make one of OpenAI's messages, with what else the data set says of it. Raises BadValue."""
     if not isinstance(message, Mapping):
-        raise BadValue("is no object with a role")
+        kind = describe_type(message)
+        raise BadValue(f"must be an object with role and content, not {kind}")
     # Parquet and Arrow have every key in all messages, as null where a message has it not.
     values = {name: value for name, value in message.items() if value is not None}
     written_role = values.pop("role", values.get("from"))
@@ -122,8 +162,13 @@ def _parse_message(message: Any) -> Message:
         # The key of OpenAI's API before there were `tool_calls`, for a single call.
         calls = values.pop("function_call", None) if calls is None else calls
         if not calls and written_role.lower().strip() in CALLING_ROLES:
-            calls = parse_json(content) if isinstance(content, str) else content
+            calls = content
+            if isinstance(content, str):
+                calls = parse_text(content, "of a call")
             content = None
+    if not isinstance(content, str | list | None):
+        kind = describe_type(content)
+        raise BadValue(f"must have text (or a list of text parts) as content, not {kind}")
     try:
         text = "" if content is None else join_parts(content)
     except ValueError as error:
@@ -144,8 +189,12 @@ def _parse_message(message: Any) -> Message:
 
 def _parse_role(written: Any) -> str:
     role = ROLES.get(written.lower().strip()) if isinstance(written, str) else None
+    if written is None or written == "":
+        raise BadValue(f"has no role; it must be {EXPECTED_ROLES}")
     if role is None:
-        raise BadValue(f"has the role {written!r}; known are {', '.join(ROLES)}")
+        raise BadValue(
+            f"has the role {shorten_text(repr(written), 30)}; it must be {EXPECTED_ROLES}"
+        )
     return role
 
 
@@ -162,7 +211,8 @@ def _check_content(message: Message, is_missing: bool) -> None:
 def _parse_call(call: Any) -> JsonObject:
     """Make one of OpenAI's tool calls. Raises BadValue."""
     if not isinstance(call, Mapping):
-        raise BadValue("has a tool call that is no object")
+        kind = describe_type(call)
+        raise BadValue(f"has a tool call that must be an object, not {kind}")
     function = find_function(call)
     if function is None:
         raise BadValue("has a tool call without the name of a function")
@@ -178,19 +228,23 @@ def _parse_call(call: Any) -> JsonObject:
 def parse_arguments(arguments: Any) -> JsonObject:
     """Return the arguments of a call as an object. Raises BadValue: they are no JSON object."""
     if isinstance(arguments, str):
-        arguments = parse_json(arguments) if arguments.strip() else {}
+        subject = "has a tool call whose arguments"
+        arguments = parse_text(arguments, subject) if arguments.strip() else {}
     if arguments is None:
         return {}
     if not isinstance(arguments, Mapping):
-        raise BadValue("has a tool call whose arguments are no JSON object")
+        kind = describe_type(arguments)
+        raise BadValue(f"has a tool call whose arguments must be a JSON object, not {kind}")
     return dict(arguments)
 
 
-def _parse_tool(tool: Any) -> JsonObject:
+def _parse_tool(tool: Any, subject: str) -> JsonObject:
     # Some data sets have a list of JSON texts.
-    function = find_function(parse_json(tool) if isinstance(tool, str) else tool)
+    if isinstance(tool, str):
+        tool = parse_text(tool, subject)
+    function = find_function(tool)
     if function is None:
-        raise BadValue("has a tool without a name")
+        raise BadValue(f"{subject} must be the schema of a function, with its name")
     return {"type": "function", "function": dict(function)}
 
 

@@ -17,6 +17,9 @@ ATTEMPT = re.compile(r"\((\d+)\)$")
 COMMITTED_BELOW = re.compile(r"/iterations/(\d+)/[^/@]+$")
 """The end of the URL where a stage of the loop commits its artifact."""
 
+LAST_LINE = re.compile(r"(?<=exit code )(\d+): .*", re.DOTALL)
+"""The end of the message of a pod that failed: its own last line."""
+
 
 @dataclass(frozen=True)
 class StageStatus:
@@ -70,6 +73,12 @@ class StageStatus:
             retries,
             results or self.message,
         )
+
+
+def cut_error(message: str) -> str:
+    """Return a failed pod's message without its own last line, for where that line is shown
+    beside it: an error is said once."""
+    return LAST_LINE.sub(r"\1", message)
 
 
 def get_stage_name(node: Node) -> str:

@@ -1041,7 +1041,7 @@ def test_the_display_says_why_a_stage_or_a_server_is_tried_again(
         "serve: stopped after 5.0 s",
         f"rollout: {again}",
         "rollout: 5.0 s",
-        "sft: failed after 5.0 s: exit code 2: error",
+        "sft: failed after 5.0 s: exit code 2",
         "reward: ended after 0.0 s: serve: server died",
     ]
 

@@ -82,9 +82,10 @@ def test_nulls_that_the_author_wrote_into_arguments_stay() -> None:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([], "has no list of messages"),
-        ("[]", "has no list of messages"),
-        ("nonsense", "is not JSON"),
+        ([], "must hold a list of messages, each with role and content, not an empty list"),
+        ("[]", "not text with an empty list"),
+        ("[nonsense", "column 'messages' has text that is not JSON"),
+        ("nonsense", "must hold a list of messages, each with role and content, not text"),
         ([{"role": "assistant", "content": "b"}, ASK], "begins with the assistant's message"),
         ([{"role": "system", "content": "s"}], "has no message of the user"),
         (
@@ -93,15 +94,21 @@ def test_nulls_that_the_author_wrote_into_arguments_stay() -> None:
         ),
         ([ASK, {"role": "assistant"}], "message 2 of the assistant has no content"),
         ([ASK, {"role": "assistant", "content": " "}], "message 2 of the assistant is empty"),
-        ([ASK, {"role": "assistant", "content": 5}], "message 2 has content that is no text"),
-        ([ASK, {"role": "assistant", "content": {"a": 1}}], "has content that is no text"),
+        (
+            [ASK, {"role": "assistant", "content": 5}],
+            "message 2 must have text (or a list of text parts) as content, not a number",
+        ),
+        ([ASK, {"role": "assistant", "content": {"a": 1}}], "as content, not an object"),
         (
             [{"role": "user", "content": [{"type": "image", "image": "x"}]}],
             "message 1 has content with a part of type 'image'",
         ),
-        ([ASK, {"role": None, "content": "b"}], "message 2 has the role None"),
+        (
+            [ASK, {"role": None, "content": "b"}],
+            "message 2 has no role; it must be system, user, assistant",
+        ),
         ([ASK, {"role": "narrator", "content": "b"}], "message 2 has the role 'narrator'"),
-        ([ASK, "b"], "message 2 is no object with a role"),
+        ([ASK, "b"], "message 2 must be an object with role and content, not text"),
         ([ASK, {"role": "assistant", "content": "b", "weight": 0.5}], "has the weight 0.5"),
         ([ASK, {"role": "tool"}], "message 2 of the tool has no content"),
         ([{**ASK, "tool_calls": [CALL]}], "is of the user, but has tool calls"),
@@ -111,7 +118,7 @@ def test_nulls_that_the_author_wrote_into_arguments_stay() -> None:
         ),
         (
             [ASK, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}],
-            "arguments are no JSON object",
+            "arguments must be a JSON object, not a list",
         ),
         (
             [ASK, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": NaN}'}]}],

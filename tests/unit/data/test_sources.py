@@ -224,7 +224,7 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes | None, message: st
         (b'{"prompt": "a", "answer": true}', "must hold text or a number, not a boolean"),
         (b'{"prompt": "a", "answer": " "}', "column 'answer' is empty"),
         (b'{"prompt": "", "answer": "b"}', "column 'prompt' is empty"),
-        (b'{"prompt": [{"text": "a"}], "answer": "b"}', "must hold text or chat messages"),
+        (b'{"prompt": [{"text": "a"}], "answer": "b"}', "column 'prompt': message 1 has no role"),
         (b'{"prompt": "a"}', "the row has no such column"),
     ],
 )

@@ -70,6 +70,14 @@ class Layout:
             return self.roles.apply(Example("", None), values)
         return self.read(values)
 
+    def has_columns(self, values: Values) -> bool:
+        """Return whether a row has the columns of this layout, whatever they hold."""
+        try:
+            return all(get_path(values, column) is not MISSING for column in self.columns)
+        except ValueError:
+            # JSON text on the way to a column is damaged.
+            return False
+
     def matches(self, values: Values) -> bool:
         """Return whether a row has the columns of this layout, filled as it fills them."""
         try:
@@ -114,5 +122,10 @@ def recognise_layout(rows: Sequence[Values]) -> Layout | None:
     # Not of all rows: a few that are damaged are dropped later, each with its reason.
     for layout in list_layouts():
         if 2 * sum(layout.matches(values) for values in rows) > len(rows):
+            return layout
+    # The names fit, and what the columns hold does not: reading a row says what is wrong with it,
+    # where "unknown columns" would blame names that are right.
+    for layout in list_layouts():
+        if 2 * sum(layout.has_columns(values) for values in rows) > len(rows):
             return layout
     return None

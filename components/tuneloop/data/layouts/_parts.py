@@ -21,7 +21,7 @@ from tuneloop.data.columns import (
 )
 from tuneloop.data.layouts import Layout, Values
 from tuneloop.data.messages import get_text, is_messages, parse_messages, parse_tools
-from tuneloop.data.readers.strict_json import parse_json
+from tuneloop.data.readers.strict_json import describe_type, parse_json
 from tuneloop.formats.chat_forms import Message
 
 LAYOUTS: tuple[Layout, ...] = ()
@@ -49,7 +49,7 @@ def get_optional_text(values: Values, column: str) -> str:
     """Return the text of a column that may be empty or missing."""
     value = values.get(column)
     if value is not None and not isinstance(value, str):
-        raise BadValue(f"column {column!r} must hold text")
+        raise BadValue(f"column {column!r} must hold text, not {describe_type(value)}")
     return value or ""
 
 
@@ -91,7 +91,7 @@ def parse_list(value: Any, column: str) -> list[Any]:
         except BadValue:
             value = parse_literal(value, column)
     if not isinstance(value, list):
-        raise BadValue(f"column {column!r} must hold a list")
+        raise BadValue(f"column {column!r} must hold a list, not {describe_type(value)}")
     return value
 
 
@@ -132,8 +132,9 @@ def read_pair(values: Values) -> Example:
     BadValue: the sides differ before their last message, or one is no conversation."""
     sides: list[tuple[list[Message], Message]] = []
     for column in ("chosen", "rejected"):
+        messages = parse_messages(values.get(column), column)
         try:
-            sides.append(split_conversation(parse_messages(values.get(column))))
+            sides.append(split_conversation(messages))
         except BadValue as error:
             raise BadValue(f"column {column!r} {error}") from error
     (prompt, better), (other_prompt, worse) = sides

@@ -9,10 +9,9 @@ from tuneloop.data.layouts._parts import (
     get_answer,
     get_optional_text,
     get_text_of,
-    get_value,
     is_messages,
 )
-from tuneloop.data.messages import parse_messages, parse_tools
+from tuneloop.data.messages import parse_messages, parse_tools, parse_turns
 from tuneloop.formats.chat_forms import Message
 
 
@@ -34,12 +33,12 @@ def make_chat(messages: list[Message], values: Values) -> Example:
 
 def read_messages(values: Values) -> Example:
     """Read OpenAI's form: a list of messages, or its JSON text (Toucan)."""
-    return make_chat(parse_messages(get_value(values, "messages")), values)
+    return make_chat(parse_messages(values.get("messages"), "messages"), values)
 
 
 def read_sharegpt(values: Values) -> Example:
     """Read ShareGPT's form: ``conversations`` with ``from`` and ``value``."""
-    messages = parse_messages(get_value(values, "conversations"))
+    messages = parse_messages(values.get("conversations"), "conversations")
     system = get_optional_text(values, "system") or get_optional_text(values, "system_prompt")
     if system and messages[0]["role"] != "system":
         messages = add_system(messages, system)
@@ -65,7 +64,14 @@ def read_prompt_completion(values: Values) -> Example:
     tools = parse_tools(values.get("tools"))
     prompt = read_prompt(values, "prompt")
     if is_messages(completion) and isinstance(prompt, list):
-        return Example(parse_messages(prompt + completion), None, tools=tools)
+        messages = prompt + parse_turns(completion, "completion")
+        # Without a reply the row would be taken for a prompt, in silence.
+        if messages[-1]["role"] != "assistant":
+            role = messages[-1]["role"]
+            raise BadValue(
+                f"column 'completion' ends with the {role}'s message, not the assistant's"
+            )
+        return Example(messages, None, tools=tools)
     completion = read_completion(values, "completion")
     if values.get("answer") in (None, ""):
         return Example(prompt, None, demonstration=completion, tools=tools)

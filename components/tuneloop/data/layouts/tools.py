@@ -67,7 +67,9 @@ def read_bfcl(values: Values) -> Example:
     truth = values.get("ground_truth")
     # Tasks without tools that fit have no answers: any call is wrong.
     answer = None if truth is None else json.dumps(_check_truth(truth), ensure_ascii=False)
-    return Example(parse_messages(turns[0]), answer, metadata={"tools": tools}, tools=tools)
+    return Example(
+        parse_messages(turns[0], "question"), answer, metadata={"tools": tools}, tools=tools
+    )
 
 
 def _check_truth(truth: Any) -> list[JsonObject]:

@@ -7,14 +7,14 @@ import bisect
 import codecs
 import json
 from array import array
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tuneloop.core.errors import UserError
 from tuneloop.data import BadRow, BadValue
 from tuneloop.data.readers import ReadRow, Row, Rows
 from tuneloop.data.readers.json_values import split_values
 from tuneloop.data.readers.records import RecordFile
-from tuneloop.data.readers.strict_json import parse_json
+from tuneloop.data.readers.strict_json import describe_type, parse_json
 from tuneloop.formats.sequences import LazySequence
 
 PROBED = 50
@@ -107,21 +107,8 @@ def parse_row(data: bytes, name: str) -> ReadRow:
     except BadValue as error:
         return BadRow(name, str(error))
     if not isinstance(values, dict):
-        return BadRow(name, f"is {describe_type(values)}, not a JSON object")
+        return BadRow(name, f"is {describe_type(values)}, not a JSON object with named columns")
     return Row(values, name)
-
-
-def describe_type(value: object) -> str:
-    """Name the JSON type of a value, with its article."""
-    if isinstance(value, bool):
-        return "a boolean"
-    if value is None:
-        return "null"
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, int | float):
-        return "a number"
-    return "a list" if isinstance(value, list) else "an object"
 
 
 def _read_lines(file: BinaryIO) -> list[bytes]:
@@ -153,6 +140,11 @@ def _are_objects(values: list[object]) -> bool:
     return all(isinstance(value, dict) for value in values)
 
 
+def _are_messages(rows: list[Any]) -> bool:
+    """Return whether these objects are the messages of one chat, and not rows."""
+    return all(row.keys() & {"role", "from"} for row in rows)
+
+
 def _find_only_list(text: bytes) -> list[object] | None:
     """Return the list of objects that the only object of a file holds, if it holds one such
     list."""
@@ -164,7 +156,8 @@ def _find_only_list(text: bytes) -> list[object] | None:
     if not isinstance(values, dict) or not values.keys().isdisjoint(("messages", "conversations")):
         return None
     lists = [value for value in values.values() if isinstance(value, list)]
-    tables = [rows for rows in lists if rows and _are_objects(rows)]
+    # Nor is a prompt or a completion a table, though it is a list of messages.
+    tables = [rows for rows in lists if rows and _are_objects(rows) and not _are_messages(rows)]
     # A table stands by itself, or beside a version: with more beside it, it is a column.
     is_table = len(tables) == 1 and len(values) - len(lists) <= 1
     return tables[0] if is_table else None

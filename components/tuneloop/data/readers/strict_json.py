@@ -35,6 +35,21 @@ def parse_json(text: str) -> Any:
     return value
 
 
+def describe_type(value: object) -> str:
+    """Name the JSON type of a value, with its article."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, str):
+        return "text" if value.strip() else "empty text"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, list | tuple):
+        return "a list" if value else "an empty list"
+    return "an object"
+
+
 def check_depth(value: Any) -> None:
     """Check that lists and objects are nested in a value no deeper than `DEPTH`. Raises BadValue:
     they are."""
