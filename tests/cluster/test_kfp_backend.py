@@ -126,7 +126,7 @@ def test_a_run_equals_this_machine_and_is_known_to_the_cache(
     tasks = {task.name: task.state for task in kfp.list_tasks(kfp.find_run(api, run))}
     assert set(tasks.values()) == {"SUCCEEDED"} and {"data-prep", "export", "report"} <= set(tasks)
     lines = [line for name, line in kfp.read_logs(api, run) if name == "data-prep"]
-    assert any("eval 8" in line for line in lines), lines
+    assert any("8 held out" in line for line in lines), lines
     send("submit", pipeline, "--run", run, root=root, sets=sets)
     wait_for_success(api, run)
     started = {name for name, _ in kfp.read_logs(api, run)}

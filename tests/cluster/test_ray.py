@@ -23,7 +23,7 @@ def test_rows_examined_by_a_head_and_a_worker(
         {**given, "prompts": f"{root}/prompts"}, f"{run}-rows", roomy, nodes=2, run=run
     )
     assert launched(cluster, job) == 0
-    assert "data_prep: eval 100, sft 2000, train 9000" in capfd.readouterr().out
+    assert "data_prep: 9,000 prompts, 100 held out; 2,000 demonstrations" in capfd.readouterr().out
     data_prep(out=str(tmp_path / "here"), **given)
     found = Artifact(f"{root}/prompts").manifest
     assert found.digest == Artifact(str(tmp_path / "here")).manifest.digest

@@ -39,8 +39,14 @@ def show_status(
     """
     from tuneloop.cli.show import show_stages
     from tuneloop.runs.completeness import describe_missing, list_missing
+    from tuneloop.runs.prepared_data import find_prepared_data
     from tuneloop.runs.stages import list_stages
-    from tuneloop.runs.summary import describe_iterations, describe_reward, format_facts
+    from tuneloop.runs.summary import (
+        describe_iterations,
+        describe_reward,
+        find_held_out,
+        format_facts,
+    )
 
     if name is None:
         _list_runs(store, as_json)
@@ -51,10 +57,14 @@ def show_status(
         return
     pipeline = run.record.pipeline if run.record else "pipeline unknown"
     typer.echo(f"{name}  {pipeline}  {run.phase}{_suggest_resume(run, store)}")
+    data = find_prepared_data(run)
     facts = {
         "store": run.url,
+        "data": "; ".join(data.recognised) if data else "",
+        "rows": data.describe_rows() if data else "",
         "iterations": describe_iterations(run),
         "mean reward": describe_reward(run),
+        "held-out loss": str(find_held_out(run) or ""),
     }
     # Where an evaluation is newer, the mean reward above says more.
     latest = run.latest_reward()
@@ -205,18 +215,24 @@ def print_json(fields: JsonMapping) -> None:
 def _describe_run(run: "Run") -> JsonObject:
     """Describe a run for programs, with the keys of docs/commands.md."""
     from tuneloop.runs.completeness import list_missing
+    from tuneloop.runs.prepared_data import find_prepared_data
     from tuneloop.runs.stages import list_stages
+    from tuneloop.runs.summary import find_held_out
 
     state = run.state
     limit = state.workflow.parameters.get("iterations") if state else None
     batches = run.training_rewards()
+    losses = find_held_out(run)
+    data = find_prepared_data(run)
     # In the order in which docs/commands.md has them.
     description: JsonObject = {"run": run.name}
     description |= _describe_progress(run)
     description |= {
         "store": run.url,
         "forked_from": run.origin,
+        "data": {"recognised": data.recognised, "rows": data.rows} if data else None,
         "iterations": int(limit) if limit else None,
+        "held_out": asdict(losses) if losses else None,
         "evaluations": [_describe_score(run, score) for score in run.evaluations()],
         "newest_batch": _describe_score(run, batches[-1]) if batches else None,
         "stages": [asdict(stage) for stage in list_stages(run)],

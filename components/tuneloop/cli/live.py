@@ -5,6 +5,7 @@ ends.
 import re
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 PROGRESS = re.compile(r"^\w+: (?P<done>\d+)/(?P<total>\d+) \S")
 """A line of `tuneloop.core.progress`."""
+NOTE = re.compile(r"^data_prep: (?P<note>.+)")
+"""A line of the stage data_prep: what was recognised, left out, and how many rows there are."""
 ITERATION = re.compile(r"^iteration \d+/\d+  reward ")
 """A line of `tuneloop.local.iterations`, one for each iteration of a pod that runs several."""
 
@@ -74,6 +77,12 @@ class LoopProgress:
         return "  ".join(parts)
 
 
+def _format_outputs(outputs: Mapping[str, str]) -> str:
+    """Format the outputs of a pod that are numbers: others are references, too long for a line."""
+    numbers = {name: format_number(value) for name, value in outputs.items()}
+    return "  ".join(f"{name} {number}" for name, number in numbers.items() if number)
+
+
 class Display:
     """Shows the nodes of a run; give `node` and `log` to the executor.
 
@@ -103,6 +112,8 @@ class Display:
         self.retries: dict[str, Node] = {}
         self.phases: dict[str, str] = {}
         self.progress: dict[str, str] = {}
+        # Nodes whose log said in words what their outputs count.
+        self.described: set[str] = set()
         self.live: Live | None = None
         self.table: RenderableType = run.name
         # By the monotonic clock.
@@ -170,7 +181,7 @@ class Display:
             self._print(f"{get_stage_name(node)}: {node.message}")
 
     def log(self, node: Node, line: str) -> None:
-        """Show a line that a pod wrote, if it is about progress."""
+        """Show a line that a pod wrote, if it is about progress or about the data."""
         match = PROGRESS.match(line)
         if match:
             self.progress[node.id] = line
@@ -179,6 +190,11 @@ class Display:
                 self._print(line)
         elif ITERATION.match(line):
             self._print(line)
+        else:
+            note = NOTE.match(line)
+            if note:
+                self.described.add(node.id)
+                self._print(f"{get_stage_name(node)}: {note['note']}")
 
     def _show_end(self, node: Node) -> None:
         """Show that a node has ended; of a stage in the loop, when its iteration ends."""
@@ -194,14 +210,10 @@ class Display:
         elif find_iteration(node):
             self.loop.stages.append(f"{name} {seconds}")
         else:
-            # Outputs that are no numbers are references, too long for a line.
-            results = [
-                f"{key} {format_number(value)}"
-                for key, value in node.outputs.items()
-                if format_number(value)
-            ]
+            # What data_prep has counted stands in the lines above.
+            results = "" if node.id in self.described else _format_outputs(node.outputs)
             prefix = "stopped after " if node.daemoned else ""
-            self._print(f"{name}: {prefix}{seconds}  {'  '.join(results)}".rstrip())
+            self._print(f"{name}: {prefix}{seconds}  {results}".rstrip())
 
     def _end_iteration(self) -> None:
         """Print the line of the iteration that has ended, if one has."""

@@ -12,27 +12,17 @@ from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
 from tuneloop.data import Splits
 from tuneloop.data.budgets import Budget
-from tuneloop.data.sizes import SPLITS, Size, Split
+from tuneloop.data.sizes import SPLITS, Size, Split, describe_rows
 from tuneloop.data.splitting import Counts
 from tuneloop.data.tables import DEFAULT_REWARDS, RowBuilder
-
-SHOWN_ORDER: tuple[Split, ...] = (
-    "train",
-    "eval",
-    "sft",
-    "sft_eval",
-    "preference",
-    "preference_eval",
-)
-"""The order in which a line of the log lists splits."""
 
 
 def log_counts(stage: Stage, counts: Mapping[Split, int], train: int | None, source: str) -> None:
     """Say how many rows each split has, and where prompts are fewer than `train`, why."""
-    shown = {split: str(counts[split]) for split in sorted(counts, key=SHOWN_ORDER.index)}
+    line = describe_rows(counts)
     if train is not None and counts["train"] < train:
-        shown["train"] += f" of {train} asked for: {source} has no more"
-    stage.log(", ".join(f"{split} {number}" for split, number in shown.items()))
+        line += f" ({train:,} prompts were asked for: {source} has no more)"
+    stage.log(line)
 
 
 def check_sizes(splits: Splits, sizes: Mapping[Split, Size], counts: Counts, source: str) -> None:

@@ -27,6 +27,13 @@ HELD_OUT_SHARE = 0.05
 FEWEST_ROWS = 20
 """Rows from which on at least one is held out."""
 
+ROW_NOUNS: dict[Split, str] = {
+    "train": "prompt",
+    "sft": "demonstration",
+    "preference": "pair",
+}
+"""Split → what one of its rows is."""
+
 WantedRows = Mapping[Split, int | None]
 """Split → rows that the user asked for; None: by default."""
 
@@ -88,3 +95,25 @@ def _choose_held_out(split: Split, requested: WantedRows, rows: int | None) -> i
     if split == "eval" or used is None:
         used = rows
     return count_held_out(used)
+
+
+def describe_rows(rows: Mapping[Split, int]) -> str:
+    """Describe how many rows splits have, such as ``57 demonstrations, 3 held out``.
+
+    What there is none of is left out; ``no rows`` if there are none at all."""
+    held_out_split = {source: held_out for held_out, source in HELD_OUT.items()}
+    parts: list[str] = []
+    for split, noun in ROW_NOUNS.items():
+        number = rows.get(split, 0)
+        held_out = rows.get(held_out_split[split], 0)
+        if number:
+            parts.append(f"{number:,} {_pluralize(noun, number)}")
+            if held_out:
+                parts[-1] += f", {held_out:,} held out"
+        elif held_out:
+            parts.append(f"{held_out:,} held-out {_pluralize(noun, held_out)}")
+    return "; ".join(parts) or "no rows"
+
+
+def _pluralize(noun: str, number: int) -> str:
+    return noun if number == 1 else f"{noun}s"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from tuneloop.core.ends import NO_EXIT_CODE, classify_end, strip_exit
 from tuneloop.local.journal import BROKEN, Node
 from tuneloop.runs.committed import Entry
+from tuneloop.runs.prepared_data import read_prepared_data
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.summary import format_number, format_results
 
@@ -37,6 +38,7 @@ class StageStatus:
         iteration: the iteration of its newest result; None outside the loop.
         results: the results of its newest artifact, or of the newest pod that succeeded.
         message: the pod's, or why it does not run.
+        summary: its newest artifact in words, where results alone would not say it.
     """
 
     stage: str
@@ -50,6 +52,7 @@ class StageStatus:
     iteration: int | None = None
     results: Mapping[str, float | str] = field(default_factory=dict)
     message: str = ""
+    summary: str = ""
 
     def row(
         self,
@@ -62,7 +65,7 @@ class StageStatus:
         if self.lost_seconds:
             retries += f" ({self.lost_seconds:.{places}f} s lost)"
         # Why a stage has failed matters more than its last results.
-        results = format_results(self.iteration, self.results)
+        results = self.summary or format_results(self.iteration, self.results)
         if self.phase in BROKEN and self.message:
             results = self.message
         return (
@@ -159,6 +162,7 @@ def _describe_stage(
         seconds=sum(entry.seconds for entry in entries),
         iteration=entries[-1].iteration if entries else None,
         results=entries[-1].manifest.results if entries else {},
+        summary=_summarize_rows(entries[-1]) if entries else "",
     )
     if not pods:
         return status
@@ -172,6 +176,12 @@ def _describe_stage(
         elif pod.daemoned:
             status = replace(status, phase="Ready")
     return _add_attempts(status, pods)
+
+
+def _summarize_rows(entry: Entry) -> str:
+    """Describe the rows of prepared data; empty for other artifacts."""
+    data = read_prepared_data(entry)
+    return data.describe_rows() if data else ""
 
 
 def list_cluster_stages(

@@ -15,6 +15,8 @@ from tuneloop.workflow.loop_state import LoopState
 
 RECENT = 20
 """Iterations whose median is what the next ones are expected to take."""
+FACT_WIDTH = 12
+"""The least width of the names of facts."""
 LARGEST_WHOLE = 1e15
 """From here on a float no longer shows every whole number exactly."""
 
@@ -40,12 +42,13 @@ def format_size(count: float) -> str:
 
 def format_facts(facts: Mapping[str, str]) -> str:
     """Format facts as aligned lines, one per fact that is known."""
+    width = max([FACT_WIDTH, *(len(name) for name, text in facts.items() if text)])
     lines: list[str] = []
     for name, text in facts.items():
         if text:
             # A path is easier to copy than its URL.
             path = text.replace("file://", "")
-            lines.append(f"  {name:<12} {path}")
+            lines.append(f"  {name:<{width}} {path}")
     return "\n".join(lines)
 
 
@@ -100,7 +103,7 @@ def summarize_run(
         report = last_report
     facts = {
         "mean reward": describe_reward(run),
-        "eval loss": str(find_held_out(run) or ""),
+        "held-out loss": str(find_held_out(run) or ""),
         "alarms": "; ".join(find_alarms(run.curves())),
         "iterations": describe_iterations(run),
         "seconds": "  ".join(seconds),

@@ -68,9 +68,9 @@ def test_train_takes_what_the_others_leave(
 ) -> None:
     made = prepare(tmp_path / "a", source_args={"digits": 2}, train=1000, sft=50)
     assert {name: len(rows) for name, rows in made.items()} == {"train": 40, "eval": 10, "sft": 50}
-    assert "train 40 of 1000 asked for: digits has no more, eval 10, sft 50\n" in "".join(
-        capsys.readouterr()
-    )
+    counts = "40 prompts, 10 held out; 50 demonstrations"
+    reason = "(1,000 prompts were asked for: digits has no more)"
+    assert f"{counts} {reason}\n" in "".join(capsys.readouterr())
     prepare(tmp_path / "b", source_args={"digits": 2}, train=40, sft=50)
     assert "asked for" not in "".join(capsys.readouterr())
 

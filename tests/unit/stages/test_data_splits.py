@@ -55,7 +55,7 @@ def test_a_file_of_chats_needs_nothing_else(
     log = capsys.readouterr().err
     line = "data_prep: recognised: chats (messages); conversations from messages, 100 rows in"
     assert f"{line} {file}\n" in log
-    assert "data_prep: train 0, eval 0, sft 95, sft_eval 5\n" in log
+    assert "data_prep: 95 demonstrations, 5 held out\n" in log
 
 
 def test_solved_problems_are_prompts_and_demonstrations(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_bad_rows_are_dropped_up_to_the_share(
     assert count_rows(made) == {"sft": 188, "sft_eval": 10}
     log = capsys.readouterr().err
     assert "left out 2 rows that cannot be used: " in log
-    reason = f"{file}:41: message 2 of the assistant has no content"
+    reason = f"{file}:41: column 'messages': message 2 of the assistant has no content"
     assert reason in log
     bad = Artifact(str(tmp_path / "a")).manifest.facts["dropped"]["bad_rows"]
     assert bad["count"] == 2 and reason in bad["examples"]

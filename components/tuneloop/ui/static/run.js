@@ -46,7 +46,10 @@ function showFacts(now) {
   const seconds = run.phases.reduce((sum, each) => sum + each.seconds, 0);
   const facts = {
     state: now.phase === "elsewhere" ? ["as its artifacts tell; its executor is elsewhere", now.message].filter(Boolean).join("; ") : now.message || now.phase,
+    data: now.data,
+    rows: now.rows,
     "mean reward": now.reward,
+    "held-out loss": now.held_out_loss,
     iterations: now.iterations,
     "loop ends": now.loop_end && `about ${since(now.loop_end)}`,
     pipeline: now.record?.pipeline,
