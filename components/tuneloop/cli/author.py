@@ -132,7 +132,10 @@ def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) 
     problems: list[object] = list(lint_workflow(workflow))
     # `submit` refuses these, too: without them a pipeline would pass that cannot start.
     for limit in find_limits(settings, workflow, read_pods(settings)):
-        problems.append(limit.error)
+        if limit.is_note:
+            typer.echo(f"note: {limit.error}", err=True)
+        else:
+            problems.append(limit.error)
     for problem in problems:
         typer.echo(f"error: {problem}", err=True)
     typer.echo(f"{definition.name}: {len(problems)} problems")

@@ -61,14 +61,14 @@ def check_limits(limits: Iterable["Limit"], ignore: bool) -> None:
 
     Args:
         limits: those that the run exceeds, as `tuneloop.planning.limits.find_limits` finds them.
-        ignore: only print those that are estimates.
+        ignore: only print those that are estimates; notes are only printed in any case.
 
     Raises:
         UserError: the first of them; the others are printed before it.
     """
     refused: list[UserError] = []
     for limit in limits:
-        if ignore and limit.is_estimate:
+        if limit.is_note or (ignore and limit.is_estimate):
             typer.echo(f"note: {limit.error}", err=True)
             continue
         remedy = limit.error.remedy

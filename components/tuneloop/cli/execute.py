@@ -84,6 +84,7 @@ class Executor:
         from tuneloop.cli.live import Display
         from tuneloop.cli.show import describe_failure, write_report
         from tuneloop.local.executor import execute_parts
+        from tuneloop.runs.cautions import describe_caution
         from tuneloop.runs.stages import cut_error
         from tuneloop.runs.summary import summarize_run
         from tuneloop.runs.tracking import mirror_in_background
@@ -111,6 +112,9 @@ class Executor:
         summary = summarize_run(run, report=report, mirrors=mirrors)
         seconds = time.monotonic() - start
         typer.echo(f"\n{run.name}: {ending} ({seconds:.1f} s)\n{summary}")
+        caution = describe_caution(run)
+        if caution:
+            typer.echo(f"caution: {caution}")
         if not has_succeeded:
             typer.echo(describe_failure(run, outcome), err=True)
         return outcome.exit_code

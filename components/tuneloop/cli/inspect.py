@@ -38,6 +38,7 @@ def show_status(
     Reads the store and what is known on this machine; of a run on a cluster it shows the commits.
     """
     from tuneloop.cli.show import show_stages
+    from tuneloop.runs.cautions import describe_caution
     from tuneloop.runs.completeness import describe_missing, list_missing
     from tuneloop.runs.prepared_data import find_prepared_data
     from tuneloop.runs.stages import list_stages
@@ -65,6 +66,7 @@ def show_status(
         "iterations": describe_iterations(run),
         "mean reward": describe_reward(run),
         "held-out loss": str(find_held_out(run) or ""),
+        "caution": describe_caution(run),
     }
     # Where an evaluation is newer, the mean reward above says more.
     latest = run.latest_reward()
@@ -280,20 +282,24 @@ def _list_runs(store: str, as_json: bool) -> None:
         created = ""
         if row["created"]:
             created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
-        reward = ""
+        result = ""
         if row["mean_reward"] is not None:
-            reward = f"{row['mean_reward']:.3f} ({row['how']})"
+            result = f"mean reward {row['mean_reward']:.3f} ({row['how']})"
+        elif row["held_out"] is not None:
+            losses = row["held_out"]
+            result = f"held-out loss {losses['loss_before']:.3f} → {losses['loss_after']:.3f}"
         iteration = str(row["iteration"] or "")
         pipeline = row["pipeline"] or ""
-        lines.append((row["run"], pipeline, row["phase"], iteration, created, reward))
-    columns = ("run", "pipeline", "state", "iteration", "created", "mean reward")
-    print_table(columns, lines, right=("iteration",), cut="mean reward")
+        lines.append((row["run"], pipeline, row["phase"], iteration, created, result))
+    columns = ("run", "pipeline", "state", "iteration", "created", "newest result")
+    print_table(columns, lines, right=("iteration",), cut="newest result")
 
 
 def _collect_runs(store: str) -> list[JsonObject]:
     """Describe every run below a store, oldest first; for a run that cannot be read, the reason."""
     from tuneloop.runs.records import list_runs, read_record
     from tuneloop.runs.run_record import Run
+    from tuneloop.runs.summary import find_held_out
 
     rows: list[JsonObject] = []
     for name in list_runs(store):
@@ -306,6 +312,7 @@ def _collect_runs(store: str) -> list[JsonObject]:
             "iteration": None,
             "mean_reward": None,
             "how": None,
+            "held_out": None,
         }
         try:
             record = read_record(name, store)
@@ -317,6 +324,8 @@ def _collect_runs(store: str) -> list[JsonObject]:
                 if latest:
                     row["mean_reward"] = latest.value
                     row["how"] = latest.method
+                losses = find_held_out(run)
+                row["held_out"] = asdict(losses) if losses else None
         except (UserError, Retryable) as error:
             # The others are listed nevertheless.
             row["phase"] = DAMAGED if isinstance(error, Corrupt) else UNREACHABLE

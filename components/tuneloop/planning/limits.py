@@ -34,6 +34,7 @@ from tuneloop.formats.model_files import list_missing_parts
 from tuneloop.formats.template_settings import read_template
 from tuneloop.planning.adapters import check_target_modules
 from tuneloop.planning.plan import list_running_pods
+from tuneloop.planning.warmup import find_long_warmup
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.stages.data_prep import data_prep
@@ -53,10 +54,16 @@ room."""
 
 @dataclass(frozen=True)
 class Limit:
-    """Something that a run would break. `is_estimate`: by arithmetic that a user may overrule."""
+    """Something that a run would break.
+
+    Attributes:
+        is_estimate: whether it follows from arithmetic that a user may overrule.
+        is_note: whether the run goes on all the same, but hardly as the user means it.
+    """
 
     error: UserError
     is_estimate: bool = False
+    is_note: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,6 +177,14 @@ def check_conversations(subject: Subject) -> Iterator[Limit]:
             if value != default:
                 remedy = explain_undelegated(name, default)
                 yield Limit(UserError(subject.name_setting(stage, name), value, remedy))
+
+
+def check_warmup(subject: Subject) -> Iterator[Limit]:
+    """Find warm-ups that last as long as the training."""
+    for stage in subject.stages:
+        section = subject.name_setting(stage, "warmup_steps").rpartition(".")[0]
+        for error in find_long_warmup(stage.parameters, section):
+            yield Limit(error, is_note=True)
 
 
 def is_delegated(stage: StagePlan) -> bool:
@@ -409,5 +424,6 @@ CHECKS = (
     check_training_length,
     check_devices,
     check_memory,
+    check_warmup,
 )
 """The checks of `find_limits`, in the order of their lines."""

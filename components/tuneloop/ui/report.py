@@ -16,6 +16,7 @@ from urllib.parse import quote
 from pydantic_core import to_json
 
 from tuneloop.core.errors import print_diagnostic
+from tuneloop.runs.cautions import describe_caution
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Curve, Run
@@ -70,6 +71,9 @@ def render_page(run: Run) -> str:
     address = f"/runs/{quote(run.name, safe='')}"
     description = describe_run(run)
     verdict = judge_run(run, description["curves"], description["alarms"])
+    caution = describe_caution(run)
+    if caution:
+        verdict += f" {caution}"
     description["verdict"] = verdict
     _shorten_description(description)
     samples = {f"{address}/samples/{subject}": page for subject, page in _read_samples(run)}

@@ -169,9 +169,10 @@ def commit_evaluation(
 
 def test_the_first_sentence_says_how_the_run_went(text: str) -> None:
     said = "The run went without a change that is more than chance: mean reward 0.500 → 1.000 "
-    assert (
-        find_verdict(text)
-        == f"{said}(greedy, held-out prompts, 4 completions; policy version 1 → 3)."
+    few = "Only 4 held-out completions were scored: a mean of so few says little; "
+    assert find_verdict(text) == (
+        f"{said}(greedy, held-out prompts, 4 completions; policy version 1 → 3). "
+        f"{few}hold out at least 20 prompts (data.eval)."
     ), "of 4 each"
 
 

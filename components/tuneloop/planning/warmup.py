@@ -1,0 +1,33 @@
+"""Warm-ups that take the whole training: the learning rate never reaches its value.
+
+A number of steps is known only where a user sets it. Of training in epochs the warm-up is at most a
+tenth of the steps (`tuneloop.training.delegation`), so there is nothing to find."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tuneloop.core.errors import UserError
+
+
+def find_long_warmup(parameters: Mapping[str, Any], section: str) -> Iterator[UserError]:
+    """Find a warm-up that leaves no step of training at the full learning rate.
+
+    Args:
+        parameters: of a stage that trains.
+        section: of its settings.
+    """
+    warmup_steps = parameters.get("warmup_steps")
+    max_steps = parameters.get("max_steps")
+    if not isinstance(warmup_steps, int) or not isinstance(max_steps, int):
+        return
+    # The steps of an epoch follow from the data, and the warm-up from the steps.
+    if parameters.get("epochs") is not None or warmup_steps < max_steps:
+        return
+    if not max_steps or not warmup_steps:
+        return
+    remedy = (
+        f"is no less than the {max_steps} steps of {section}.max_steps, so training ends before "
+        f"the learning rate is reached; set {section}.warmup_steps={max_steps // 10} (a tenth), or "
+        f"more steps"
+    )
+    yield UserError(f"{section}.warmup_steps", warmup_steps, remedy)
