@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PROGRESS = re.compile(r"^\w+: (?P<done>\d+)/(?P<total>\d+) \S")
 """A line of `tuneloop.core.progress`."""
+FACT = re.compile(r"  [A-Za-z]\w* \S+$")
+"""The end of such a line with a fact, such as the loss of a step."""
 NOTE = re.compile(r"^data_prep: (?P<note>.+)")
 """A line of the stage data_prep: what was recognised, left out, and how many rows there are."""
 ITERATION = re.compile(r"^iteration \d+/\d+  reward ")
@@ -184,9 +186,13 @@ class Display:
         """Show a line that a pod wrote, if it is about progress or about the data."""
         match = PROGRESS.match(line)
         if match:
+            # What is over at once needs no line of its end; a stage that showed its steps shows the
+            # last one, too.
+            is_last = int(match["done"]) >= int(match["total"])
+            has_fact = FACT.search(line) is not None
+            is_shown = not is_last or has_fact or node.id in self.progress
             self.progress[node.id] = line
-            # The last line of a stage says no more than that the stage has ended.
-            if not self.live and int(match["done"]) < int(match["total"]):
+            if not self.live and is_shown:
                 self._print(line)
         elif ITERATION.match(line):
             self._print(line)

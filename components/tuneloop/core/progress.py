@@ -67,12 +67,12 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def _describe(self, done: int, seconds: float, facts: dict[str, float]) -> str:
-        rate = (done - self.earlier) / max(seconds, 1e-9)
-        remaining_s = (self.total - done) / rate if rate > 0 else 0.0
-        parts = [
-            f"{self.name}: {done}/{self.total} {self.unit}",
-            f"{rate:.1f} {self.unit}/s",
-            f"{remaining_s:.0f} s left",
-        ]
+        parts = [f"{self.name}: {done}/{self.total} {self.unit}"]
+        # Before the first unit is finished nobody knows how long one takes.
+        if done > self.earlier:
+            rate = (done - self.earlier) / max(seconds, 1e-9)
+            parts.append(f"{rate:.1f} {self.unit}/s")
+            if done < self.total:
+                parts.append(f"{(self.total - done) / rate:.0f} s left")
         parts += [f"{name} {value:.4g}" for name, value in facts.items()]
         return "  ".join(parts)

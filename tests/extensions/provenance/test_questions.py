@@ -140,3 +140,24 @@ def test_weights_are_taken_and_mistakes_are_one_line(
         assert run_cli(["rescore", run, "--reward", asked, "--store", str(tmp_path)]) == 2
         error = capsys.readouterr().err
         assert says in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_why_without_a_version_explains_the_newest_and_lists_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy.make(f"{tmp_path}/toy", 2)
+    assert run_cli(["why", "toy", "--store", str(tmp_path)]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("iterations/2/policy-update@")
+    known = "it has the versions v1, v2, v3 and the iterations 1 to 2"
+    assert output.err == f"v3, the newest: {known}\n\n"
+    assert run_cli(["why", "toy", "v9", "--store", str(tmp_path)]) == 2
+    assert known in capsys.readouterr().err
+
+
+def test_why_lists_the_ends_of_a_long_loop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy.make(f"{tmp_path}/toy", 9)
+    assert run_cli(["why", "toy", "v99", "--store", str(tmp_path)]) == 2
+    assert "it has the versions v1, v2, …, v10 and" in capsys.readouterr().err

@@ -88,6 +88,22 @@ def test_the_report_has_both(store: Path) -> None:
     assert now["held_out_loss"].startswith("2.500 → 1.250 nats a token")
 
 
+def test_the_last_step_of_a_stage_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its loss, or after others; what was over at once has no line of its own."""
+    lines = [
+        "sft: 4/4 steps  0.4 steps/s  loss 2.182",
+        "evaluate: 0/2 prompts",
+        "evaluate: 2/2 prompts  0.1 prompts/s",
+    ]
+    with Display(Run("r", str(tmp_path)), {"spec": {}}) as display:
+        for line in [*lines, "data_prep: 57/57 rows  99.0 rows/s"]:
+            stage = line.partition(":")[0]
+            display.log(Node(stage, stage, stage, stage, "Pod"), line)
+    assert [line[10:] for line in capsys.readouterr().out.splitlines()] == lines
+
+
 def test_the_terminal_of_a_run_shows_what_data_prep_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

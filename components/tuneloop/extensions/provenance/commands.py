@@ -30,8 +30,12 @@ NEWEST = Annotated[
 def explain_version(
     name: RUN,
     which: Annotated[
-        str, typer.Argument(metavar="ITERATION|VERSION", help="3: an iteration; v4: version 4.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="[ITERATION|VERSION]",
+            help="3: an iteration; v4: version 4; default: the newest version.",
+        ),
+    ] = None,
     store: STORE = "runs",
 ) -> None:
     """Explain what made a version. Prompts, rollouts, rewards, seeds, code, image and server, as
@@ -43,6 +47,9 @@ def explain_version(
     from tuneloop.runs import summary
 
     run = open_run(name, store)
+    if which is None:
+        which = questions.choose_newest(run)
+        typer.echo(f"{which}, the newest: {questions.list_known(run)}\n", err=True)
     artifact = questions.find_artifact(run, which)
     for reference, facts in questions.explain_artifact(run, artifact):
         typer.echo(f"{reference}\n{summary.format_facts(facts)}")

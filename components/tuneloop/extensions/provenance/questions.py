@@ -32,6 +32,8 @@ PROGRAM = ("code", "image", "packages")
 """The entries of a manifest's provenance that are explained first, as they say which program
 ran.
 """
+SHOWN_VERSIONS = 8
+"""Versions that a line lists one by one."""
 BATCH = 50
 """The number of iterations that share reward processes: to start these takes longer than a simple
 reward.
@@ -74,12 +76,31 @@ def find_artifact(
     for checkpoint in run.checkpoints:
         artifacts[f"v{checkpoint.version}"] = checkpoint
     if name not in artifacts:
-        remedy = (
-            f"is not in {run.name}, which has come to iteration {run.iteration}; "
-            "see `tuneloop weights ls`"
-        )
+        remedy = f"is not in {run.name}: {list_known(run)}; see `tuneloop weights ls {run.name}`"
         raise UserError("ITERATION|VERSION", name, remedy)
     return artifacts[name]
+
+
+def choose_newest(run: Run) -> str:
+    """Return the name of a run's newest version. Raises UserError if it has none."""
+    if not run.checkpoints:
+        raise UserError("run", run.name, "has made no version yet; see `tuneloop status`")
+    return f"v{run.checkpoints[-1].version}"
+
+
+def list_known(run: Run) -> str:
+    """List the versions and iterations of a run that `find_artifact` knows."""
+    versions = sorted({checkpoint.version for checkpoint in run.checkpoints})
+    parts: list[str] = []
+    if versions:
+        listed = [f"v{version}" for version in versions]
+        # Of a long loop the first and the last say which there are.
+        if len(listed) > SHOWN_VERSIONS:
+            listed = [*listed[:2], "…", listed[-1]]
+        parts.append(f"it has the versions {', '.join(listed)}")
+    if run.iteration:
+        parts.append(f"the iterations 1 to {run.iteration}")
+    return " and ".join(parts) or "it has made no version yet"
 
 
 def explain_artifact(
