@@ -13,6 +13,7 @@ from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, NAMED, UserError, find_disk_error
 from tuneloop.core.store import normalize_url
 from tuneloop.local.journal import BROKEN, Node
+from tuneloop.runs.checkpoint_sizes import measure_checkpoints
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.stages import StageStatus, cut_error, get_stage_name
 from tuneloop.runs.summary import format_duration, format_size
@@ -122,9 +123,10 @@ def format_store_option(store: str) -> str:
 
 
 def show_weights(run: Run) -> None:
-    """Print the checkpoints of a run: version, maker, digest, bytes, age, users, and which is the
-    newest.
+    """Print the checkpoints of a run: version, maker, digest, what is stored of it, age, users, and
+    which is the newest.
     """
+    sizes = measure_checkpoints(run)
     users_by_policy: dict[str, list[str]] = defaultdict(list)
     for entry in run.with_role("sampler", "evaluator"):
         policy = run.find_policy(entry)
@@ -133,21 +135,31 @@ def show_weights(run: Run) -> None:
     rows = []
     checkpoints = run.checkpoints
     for entry in checkpoints:
-        files = entry.manifest.files
-        model_bytes = sum(file.size for name, file in files.items() if name.startswith("model/"))
+        size = sizes[entry.key]
         mark = " latest" if entry is checkpoints[-1] else ""
         row = (
             f"{entry.version}{mark}",
             entry.key,
             entry.manifest.digest.removeprefix("sha256:")[:12],
-            format_size(model_bytes),
-            format_size(sum(file.size for file in files.values())),
+            "deleted" if size.is_pruned else _format_stored(size.model),
+            _format_stored(size.trainer_state),
             format_duration(time.time() - entry.finished) if entry.started else "",
             ", ".join(users_by_policy[entry.key]),
         )
         rows.append(row)
-    columns = ("version", "made by", "digest", "model", "whole", "age", "sampled by")
-    print_table(columns, rows, right=("version", "model", "whole", "age"), cut="sampled by")
+    columns = ("version", "made by", "digest", "model", "trainer state", "age", "sampled by")
+    numbers = ("version", "model", "trainer state", "age")
+    print_table(columns, rows, right=numbers, cut="sampled by")
+    model_bytes = sum(size.model for size in sizes.values())
+    state_bytes = sum(size.trainer_state for size in sizes.values())
+    typer.echo(
+        f"models {format_size(model_bytes)} in all; trainer state {format_size(state_bytes)}, "
+        "which only going on with training needs"
+    )
+
+
+def _format_stored(size: int) -> str:
+    return format_size(size) if size else "none"
 
 
 def write_report(run: Run, output: Path | None = None) -> Path:
