@@ -48,7 +48,7 @@ def choose_max_tokens(draft: Draft, section: str) -> Choice | None:
         if sampler != section and tokens:
             return Choice(tokens, f"as {sampler}.max_tokens")
     usual = 128 if draft.machine.is_cpu else 512
-    reason = "for a CPU" if draft.machine.is_cpu else "TRL's GRPOConfig"
+    reason = "for a CPU" if draft.machine.is_cpu else "the default of the library TRL"
     context = draft.facts.context
     if context and context // 2 < usual:
         return Choice(max(1, context // 2), f"half of the model's context of {context:,}")
@@ -111,7 +111,7 @@ def choose_max_length(draft: Draft, section: str) -> Choice | None:
 def choose_epochs(draft: Draft, section: str) -> Choice | None:
     if draft.is_set(section, "max_steps"):
         return None
-    return Choice(3.0, "TRL's; set max_steps for a number of steps")
+    return Choice(3.0, "the default of the library TRL; set max_steps for a number of steps")
 
 
 def choose_warmup(draft: Draft, section: str) -> Choice | None:
@@ -122,9 +122,12 @@ def choose_learning_rate(draft: Draft, section: str) -> Choice | None:
     stage = find_stage(draft, section)
     rate = LEARNING_RATES[stage]
     if not has_adapters(draft, section):
-        return Choice(rate, "TRL's, for all parameters")
+        return Choice(rate, "the default of the library TRL for training all parameters")
     # Written as a decimal, so that 10 × 2e-5 is 0.0002.
-    return Choice(float(f"{rate * ADAPTER_FACTOR:.6g}"), "ten times TRL's for all parameters: LoRA")
+    return Choice(
+        float(f"{rate * ADAPTER_FACTOR:.6g}"),
+        "ten times the default for training all parameters, as adapters (LoRA) need",
+    )
 
 
 def find_stage(draft: Draft, section: str) -> str:

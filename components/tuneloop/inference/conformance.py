@@ -366,7 +366,7 @@ def check_aborts(probe: Probe) -> None:
 
 
 def check_weights(probe: Probe) -> None:
-    """it serves the checkpoint: its version, and the trainer's log-probabilities of the canary"""
+    """it serves the checkpoint: its version, and the trainer's log-probabilities of a test text"""
     if probe.policy is None:
         raise Skipped("give --policy, the checkpoint that should be served")
     want = VersionFacts.read(probe.policy).version
@@ -377,8 +377,9 @@ def check_weights(probe: Probe) -> None:
     mean = sum(abs(a - b) for a, b in zip(canary.logprobs, theirs)) / len(theirs)
     _expect(
         mean <= canary.tolerance,
-        f"scores the canary {mean:.3f} nats from the trainer (tolerance {canary.tolerance:.3f}, noise of right "
-        f"weights {canary.noise.mean:.3f}): other weights, or other ids",
+        f"its log-probabilities of the checkpoint's test text (its canary) are {mean:.3f} nats from the trainer's "
+        f"(tolerance {canary.tolerance:.3f}, noise of right weights {canary.noise.mean:.3f}): "
+        "other weights, or other ids",
     )
 
 

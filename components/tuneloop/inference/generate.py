@@ -67,7 +67,7 @@ class SamplingOptions(EpisodeOptions):
         None,
         gt=0,
         description="mean absolute log-probability difference, in nats, between engine and trainer "
-        "on the canary; none: from the noise that the checkpoint states",
+        "on the checkpoint's test text (the canary); none: from the noise that the checkpoint states",
     )
     engine_args: JsonObject = Field(
         {},

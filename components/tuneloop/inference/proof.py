@@ -204,7 +204,8 @@ def compare_with_canary(
     # The negation also refuses NaN.
     if not mean <= limit:
         raise WrongWeights(
-            f"{claim} of the canary differ from the trainer's by {mean:.4f} nats in the mean "
+            f"{claim} of the checkpoint's test text (its canary) differ from the trainer's by "
+            f"{mean:.4f} nats in the mean "
             f"(tolerance {limit:.4f}, noise of right weights in {noise.dtype} {noise.mean:.4f}): "
             "its weights are stale or wrong"
         )
@@ -230,7 +231,8 @@ def check_nearest_version(name: str, version: int, proof: Proof) -> None:
     if proof.tells_versions_apart and ratio < 0:
         raise WrongWeights(
             f"engine {name} says it serves version {version}, but its log-probabilities of the "
-            f"canary are those of the version before (log-likelihood ratio {ratio:.1f})"
+            "checkpoint's test text (its canary) are those of the version before "
+            f"(log-likelihood ratio {ratio:.1f})"
         )
 
 

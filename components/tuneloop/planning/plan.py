@@ -97,7 +97,9 @@ def _draw_table(
     templates = {template["name"]: template for template in workflow["spec"]["templates"]}
     inner = plan.loop.stages if plan.loop and plan.loop.pod else []
     for name, count in counts.stages.items():
-        number = f"{count} in {counts.iteration_pods}" if name in inner else str(count)
+        number = str(count)
+        if name in inner:
+            number = f"{count} times in {counts.iteration_pods} pods"
         pod = find_process(plan, name)
         if pod:
             accelerators = str(pod.resources.accelerators or "cpu")
@@ -118,7 +120,7 @@ def _qualify_memory(pod: PodPlan, model: Model | str, context: int | None) -> st
     if not memory_estimate.estimate_memory_parts(pod, model, context):
         return " (not estimated)"
     is_complete = memory_estimate.is_memory_estimate_complete(pod, model, context)
-    return "" if is_complete else " or more"
+    return "" if is_complete else " at least (a part is not estimated)"
 
 
 def _describe_memory(

@@ -44,8 +44,9 @@ def _check_gap(curves: PointsByName) -> str | None:
     for iteration, gap in points[WINDOW:]:
         if gap > max(10 * usual, LARGE_GAP):
             return (
-                f"the log-probability gap rose tenfold at iteration {iteration:g} "
-                f"({usual:.2g} → {gap:.2g} nats): engine and trainer disagree"
+                "the engine's log-probabilities of its own tokens are ten times as far from the "
+                f"trainer's since iteration {iteration:g} ({usual:.2g} → {gap:.2g} nats): they no "
+                "longer compute the same policy"
             )
     return None
 

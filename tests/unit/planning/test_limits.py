@@ -270,7 +270,7 @@ def test_a_plan_says_each_default_and_the_bytes_of_the_run(
     pods = ["--set", "cluster.trainer.gpus=1", "--set", "cluster.sampler.gpus=1"]
     assert run_cli(["plan", "grpo", "--set", f"base_model={smollm2}", *pods]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "update.learning_rate=1e-06 TRL's, for all parameters" in text
+    assert "update.learning_rate=1e-06 the default of the library TRL" in text
     assert "data.chat=true the model has a chat template" in text
     assert "60 iterations write 1.88 GB each, 113 GB in all" in text
     assert "the newest 2 stay, and the model of each 10th iteration: 7.26 GB" in text

@@ -161,7 +161,9 @@ def drawn(*sets: str) -> str:
 def test_a_coarse_grain_is_the_same_work_in_fewer_pods() -> None:
     fine = drawn("loop.iterations=40", "loop.iterations_per_pod=0")
     coarse = drawn("loop.iterations=40", "loop.iterations_per_pod=20")
-    assert "at most 126 pods" in fine and "at most 8 pods" in coarse and "40 in 2" in coarse
+    assert (
+        "at most 126 pods" in fine and "at most 8 pods" in coarse and "40 times in 2 pods" in coarse
+    )
     work = "40 × 16 prompts × 8 = 5,120 completions"
     assert work in fine and work in coarse
 

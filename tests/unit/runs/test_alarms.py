@@ -40,7 +40,8 @@ def test_noise_of_kernels_is_no_gap() -> None:
     [
         (
             {"logprob_gap": [0.01] * 12 + [0.2]},
-            "the log-probability gap rose tenfold at iteration 13 (0.01 → 0.2 nats): engine and trainer disagree",
+            "the engine's log-probabilities of its own tokens are ten times as far from the trainer's since "
+            "iteration 13 (0.01 → 0.2 nats): they no longer compute the same policy",
         ),
         ({"zero_variance": [0.9] * 20}, "all rewards are equal in 90% of groups"),
         (

@@ -183,7 +183,8 @@ def test_wrong_weights_are_caught(tmp_path: Path, prompts: Artifact) -> None:
     """The checkpoint's digest is right and its weights are not those that the trainer computed the canary from."""
     wrong = commit_policy(tmp_path / "c", version=1, canary_of=model(5))
     with pytest.raises(
-        StaleWeights, match=r"log-probabilities of the canary differ .* restart the engine"
+        StaleWeights,
+        match=r"log-probabilities of the checkpoint's test text .*differ .* restart the engine",
     ):
         run(tmp_path / "r", wrong, prompts)
     assert not list((tmp_path / "r").iterdir())

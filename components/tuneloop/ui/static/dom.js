@@ -142,6 +142,25 @@ export const since = (unix) =>
   unix ? new Date(unix * 1000).toISOString().slice(0, 16).replace("T", " ") + " UTC" : "";
 export const label = (name) => name.replaceAll("_", " ");
 
+/** What a recorded quantity is, where its name alone does not say it. */
+const QUANTITIES = {
+  clip_fraction: "clipped tokens, share",
+  cut: "completions cut off at max_tokens, share",
+  kl: "distance from the reference model (KL), nats",
+  logprob_gap: "log-probabilities of engine and trainer apart, mean, nats",
+  logprob_gap_max: "log-probabilities of engine and trainer apart, largest, nats",
+  mean_length: "mean length of a completion, tokens",
+  zero_variance: "groups whose rewards are all equal, share",
+  mean_abs_diff: "check of the weights: log-probabilities apart, mean, nats",
+  max_abs_diff: "check of the weights: log-probabilities apart, largest, nats",
+  tolerance: "check of the weights: apart at most, nats",
+  noise: "check of the weights: apart by rounding alone, nats",
+  separation: "check of the weights: two versions apart, standard deviations",
+};
+
+/** The title of a curve. */
+export const quantity = (name) => QUANTITIES[name] ?? label(name);
+
 /** What is not text is shown as JSON. */
 export const text = (value) => (typeof value === "string" ? value : (JSON.stringify(value) ?? "–"));
 

@@ -1,5 +1,5 @@
 // The page of a run: how it stands, its graph, the curves that matter first, the seconds by phase.
-import { ask, bytes, duration, fold, h, label, leaves, link, number, show, since, svg, table } from "./dom.js";
+import { ask, bytes, duration, fold, h, label, leaves, link, number, quantity, show, since, svg, table } from "./dom.js";
 import { chart } from "./chart.js";
 
 /** Of each kind of quantity the first that a run has comes first. */
@@ -86,9 +86,10 @@ function showGraph(now, going) {
     const stage = stages.get(name),
       state = stateOf(stage);
     const told = [stage?.progress, stage?.message, stage?.cause].filter(Boolean).join("; ");
-    const result = Object.entries(stage?.results ?? {})
-      .map(([key, value]) => `${label(key)} ${typeof value === "number" ? number(value) : value}`)
-      .join(", ");
+    const results = Object.entries(stage?.results ?? {}).map(
+      ([key, value]) => `${label(key)} ${typeof value === "number" ? number(value) : value}`,
+    );
+    const result = stage?.summary || results.join(", ");
     return [
       name,
       h("span", { class: `state ${state}` }, WORDS[state]),
@@ -234,7 +235,7 @@ function showCurves(curves) {
   }
   const { first, groups, constant } = groupCurves([...quantities.values()]);
   const draw = (each) =>
-    chart(each.name === "mean_reward" ? "mean reward" : `${label(each.name)} (${each.stage})`, each.series, each.axis);
+    chart(each.name === "mean_reward" ? "mean reward" : `${quantity(each.name)} (${each.stage})`, each.series, each.axis);
   return [
     curves.length ? h("div", { class: "figures" }, first.map(draw)) : h("p", null, "No stage has recorded any yet."),
     groups.map(([stage, each]) =>
@@ -250,7 +251,7 @@ function showCurves(curves) {
         h(
           "ul",
           null,
-          constant.map((each) => h("li", null, `${label(each.name)} (${each.stage}): ${number(each.y[0])}`)),
+          constant.map((each) => h("li", null, `${quantity(each.name)} (${each.stage}): ${number(each.y[0])}`)),
         ),
       ),
   ];

@@ -1,5 +1,5 @@
 // The list of runs, and two to six of them beside one another.
-import { ask, eachOf, fold, h, label, leaves, link, query, remember, say, show, since, table } from "./dom.js";
+import { ask, eachOf, fold, h, label, leaves, link, quantity, query, remember, say, show, since, table } from "./dom.js";
 import { chart, sparkline } from "./chart.js";
 import { groupCurves } from "./run.js";
 
@@ -147,7 +147,7 @@ export async function showComparison() {
     }
     const { first, groups } = groupCurves([...quantities.values()]);
     const picture = (each) =>
-      chart(`${label(each.name)} (${each.stage})`, each.series, axis.value === "time" ? "time" : each.axis);
+      chart(`${quantity(each.name)} (${each.stage})`, each.series, axis.value === "time" ? "time" : each.axis);
     show(
       h("h1", null, "Comparison"),
       h(
