@@ -1,4 +1,6 @@
-"""Steps that reserve or release shared devices, or end a Dynamo graph: they run `tuneloop.cluster.reservations`."""
+"""Steps that reserve or release shared devices, or end a Dynamo graph: they run
+`tuneloop.cluster.reservations`.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -21,26 +23,32 @@ def build_reservation_steps(cluster: Cluster) -> list[Container]:
     share = cluster.share
     if not (share and share.device_class):
         return []
+    roles = [TRAINER]
+    roles += ROLES.values()
     reservations: list[Parameter] = []
-    # With one claim for all roles they have one output: each is a parameter once.
-    for name in dict.fromkeys(claim_output(share, role) for role in (TRAINER, *ROLES.values())):
+    # With one claim for all roles they have one output, which is a parameter once.
+    for name in dict.fromkeys(claim_output(share, role) for role in roles):
         path = ValueFrom(path=f"{OUTPUTS}/{name}")
         reservations.append(Parameter(name=name, global_name=name, value_from=path))
-    return [
-        Container(
+    steps: list[Container] = []
+    for name, outputs in ((TAKE, reservations), (GIVE, [])):
+        step = Container(
             name=name,
             outputs=outputs,
             command=["python", "-m", "tuneloop.cluster.reservations", name],
             args=["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}"],
             **step_fields("tuneloop-claims", cluster),
         )
-        for name, outputs in ((TAKE, reservations), (GIVE, []))
-    ]
+        steps.append(step)
+    return steps
 
 
 def reserve_claims(workflow: Workflow) -> None:
-    """Complete the step that reserves the claims of a drawn workflow, and let it run before anything else, wherever the
-    workflow may start; nothing if its pods claim no devices."""
+    """Complete the step that reserves the claims of a drawn workflow.
+
+    It runs before anything else, wherever the workflow may start. Nothing is done if the pods claim
+    no devices.
+    """
     templates: dict[str, Any] = {str(template.name): template for template in workflow.templates}
     share = share_of({"metadata": {"annotations": workflow.annotations}})
     if not share or TAKE not in templates:
@@ -55,7 +63,8 @@ def reserve_claims(workflow: Workflow) -> None:
         if f"{{{{workflow.outputs.parameters.{output.name}}}}}" in rendered
     ]
     names = [output.name for output in take.outputs]
-    take.args = [*take.args, "--share", share.model_dump_json(), "--claims", *names]
+    take.args += ["--share", share.model_dump_json(), "--claims"]
+    take.args += names
     for graph in list_entry_graphs(templates.values()):
         for task in graph.tasks:
             if not task.depends and not task.dependencies:
@@ -64,7 +73,9 @@ def reserve_claims(workflow: Workflow) -> None:
 
 
 def list_entry_graphs(templates: Iterable[Any]) -> list[Any]:
-    """List the graphs at which a workflow, or one that continues it, may start: those that no other graph calls."""
+    """List the graphs at which a workflow, or one that continues it, may start: those that no other
+    graph calls.
+    """
     graphs = [template for template in templates if isinstance(template, DAG)]
     targets: list[Any] = [task.template for graph in graphs for task in graph.tasks]
     called = {target if isinstance(target, str) else target.name for target in targets}

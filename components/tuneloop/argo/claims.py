@@ -1,8 +1,10 @@
 """Devices that runs share: which pods of a Workflow use a claim, and where they are placed.
 
-Argo 3.7 has no field for a pod's claims: ``podSpecPatch`` writes them. The first step reserves a claim
-(`tuneloop.cluster.reservations`), and outputs its name as a global parameter, which every template reads; this works
-whether a submission, a schedule, a template or the previous workflow started the workflow."""
+Argo 3.7 has no field for a pod's claims, so ``podSpecPatch`` writes them. The first step reserves a
+claim (`tuneloop.cluster.reservations`), and outputs its name as a global parameter, which every
+template reads. This works whether a submission, a schedule, a template or the previous workflow
+started the workflow.
+"""
 
 import json
 from collections.abc import Iterator
@@ -18,9 +20,11 @@ ROLES = {"rollout": "sampler"}
 """Logical image → role; an image that is not listed is a trainer's."""
 TRAINER = "trainer"
 TAKE = "take-claim"
+"""The template of the first step, which reserves claims."""
 GIVE = "give-claim"
+"""The template of the exit handler that releases them."""
 END = "end-graph"
-"""Templates of the first step, and of the exit handlers that release claims and that end a run's own graph."""
+"""The template of the exit handler that ends a run's own graph of servers."""
 PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
 """Fields of a pod that decide on which node it runs."""
 
@@ -28,6 +32,11 @@ PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
 def role_of(image: str) -> str:
     """Return the role of a stage with this logical image: ``trainer`` or ``sampler``."""
     return ROLES.get(image, TRAINER)
+
+
+def claim_output(share: Share, role: str) -> str:
+    """Return the output parameter with the name of the claim that `role` uses."""
+    return "claim" if share.roles == "together" else f"claim-{role}"
 
 
 def claim_tag(share: Share, role: str) -> str:
@@ -41,80 +50,104 @@ def build_sharing_labels(share: Share, role: str) -> dict[str, str]:
 
 
 def pod_patch(share: Share, role: str) -> JsonObject:
-    """Return the pod patch that gives the container ``main`` the claim's devices; empty if none are claimed."""
+    """Return the pod patch that gives the container ``main`` the claim's devices; empty if none are
+    claimed.
+    """
     if not share.device_class:
         return {}
-    use = {"name": "main", "resources": {"claims": [{"name": DEVICES}]}}
-    field = "resourceClaimTemplateName" if share.alone else "resourceClaimName"
+    # A pod that has its devices to itself gets a claim made for it, which ends with the pod.
+    source = "resourceClaimTemplateName" if share.alone else "resourceClaimName"
     return {
-        "resourceClaims": [{"name": DEVICES, field: claim_tag(share, role)}],
-        "containers": [use],
+        "resourceClaims": [{"name": DEVICES, source: claim_tag(share, role)}],
+        "containers": [{"name": "main", "resources": {"claims": [{"name": DEVICES}]}}],
     }
 
 
 def build_affinity(share: Share, role: str) -> JsonObject:
-    """Build the affinity that keeps trainers and samplers apart; empty if pods may run on any node."""
+    """Build the affinity that keeps trainers and samplers apart; empty if pods may run on any
+    node.
+    """
     if share.roles == "together":
         return {}
-    at = {"matchExpressions": [{"key": ROLE_LABEL, "operator": "In", "values": [role]}]}
+    nodes_of_role = {
+        "matchExpressions": [{"key": ROLE_LABEL, "operator": "In", "values": [role]}],
+    }
     if share.roles == "strict":
-        return {
-            "nodeAffinity": {
-                "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [at]}
-            }
-        }
-    other = {"key": ROLE_LABEL, "operator": "NotIn", "values": [role]}
-    group = {"key": GROUP_LABEL, "operator": "In", "values": [share.group]}
-    away = {
+        terms = {"nodeSelectorTerms": [nodes_of_role]}
+        return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    # A node without the label is taken as well, then rather one without pods of the other role.
+    pods_of_others = {
         "topologyKey": "kubernetes.io/hostname",
-        "labelSelector": {"matchExpressions": [group, other]},
+        "labelSelector": {
+            "matchExpressions": [
+                {"key": GROUP_LABEL, "operator": "In", "values": [share.group]},
+                {"key": ROLE_LABEL, "operator": "NotIn", "values": [role]},
+            ],
+        },
     }
     preferred = "preferredDuringSchedulingIgnoredDuringExecution"
     return {
-        "nodeAffinity": {preferred: [{"weight": 100, "preference": at}]},
-        "podAntiAffinity": {preferred: [{"weight": 50, "podAffinityTerm": away}]},
+        "nodeAffinity": {preferred: [{"weight": 100, "preference": nodes_of_role}]},
+        "podAntiAffinity": {preferred: [{"weight": 50, "podAffinityTerm": pods_of_others}]},
     }
 
 
 def place_pod_on_claim(container: JsonObject, share: Share, role: str) -> JsonObject:
     """Give `container` the claim's devices, and return the pod spec fields that place its pod."""
-    patch = pod_patch(share, role)
-    near = build_affinity(share, role)
-    for use in patch.pop("containers", ()):
-        container["resources"] |= use["resources"]
-    return {**patch, **({"affinity": near} if near else {})}
+    fields = pod_patch(share, role)
+    for patch in fields.pop("containers", ()):
+        container["resources"] |= patch["resources"]
+    affinity = build_affinity(share, role)
+    if affinity:
+        fields["affinity"] = affinity
+    return fields
 
 
 def share_of(workflow: JsonMapping) -> Share | None:
     """Return how a rendered workflow shares devices."""
-    text = (workflow.get("metadata", {}).get("annotations") or {}).get(SHARE)
+    annotations = workflow.get("metadata", {}).get("annotations") or {}
+    text = annotations.get(SHARE)
     return Share.model_validate_json(text) if text else None
 
 
 def find_placement_errors(workflow: JsonMapping) -> Iterator[UserError]:
-    """Yield an error for each placement field of a pod that conflicts with the devices its runs share."""
+    """Yield an error for each placement field of a pod that conflicts with the devices its runs
+    share.
+    """
     spec = workflow.get("spec") or {}
     share = share_of(workflow)
-    pods = [(f"templates.{t['name']}", t, labels_of(t)) for t in spec.get("templates", ())]
-    sharing = [(at, pod, given) for at, pod, given in pods if GROUP_LABEL in given]
-    if sharing and not share:
-        remedy = "is shared, but no step reserves its claim: give define_workflow() the cluster of stage_template()"
-        yield UserError(sharing[0][0], sharing[0][2][GROUP_LABEL], remedy)
-    elif share and sharing:
-        for at, pod, given in [("spec", spec, {}), *sharing]:
-            role = given.get(ROLE_LABEL)
-            ours = (
-                {**pod_patch(share, role), "affinity": build_affinity(share, role)} if role else {}
-            )
-            for field, value in {**pod, **json.loads(pod.get("podSpecPatch") or "{}")}.items():
-                if field in PLACING and value != ours.get(field):
-                    yield UserError(
-                        f"{at}.{field}",
-                        value,
-                        "is decided by the devices that runs share: leave it out",
-                    )
+    sharing = [item for item in spec.get("templates", ()) if GROUP_LABEL in labels_of(item)]
+    if not sharing:
+        return
+    if share is None:
+        group = labels_of(sharing[0])[GROUP_LABEL]
+        remedy = (
+            "is shared, but no step reserves its claim: "
+            "give define_workflow() the cluster of stage_template()"
+        )
+        yield UserError(f"templates.{sharing[0]['name']}", group, remedy)
+        return
+    # What the workflow says of all pods places those that share, too.
+    yield from _find_foreign_fields("spec", spec, {})
+    for template in sharing:
+        role = labels_of(template).get(ROLE_LABEL)
+        expected: JsonObject = {}
+        if role:
+            expected = pod_patch(share, role)
+            expected["affinity"] = build_affinity(share, role)
+        yield from _find_foreign_fields(f"templates.{template['name']}", template, expected)
 
 
-def claim_output(share: Share, role: str) -> str:
-    """Return the output parameter with the name of the claim that `role` uses."""
-    return "claim" if share.roles == "together" else f"claim-{role}"
+def _find_foreign_fields(path: str, pod: JsonMapping, expected: JsonMapping) -> Iterator[UserError]:
+    """Yield an error for each field that places a pod and has not the expected value.
+
+    Args:
+        path: of the workflow's spec or of a template.
+        pod: the fields of either; its patch counts as well.
+        expected: field → the value that follows from the devices.
+    """
+    fields = dict(pod) | json.loads(pod.get("podSpecPatch") or "{}")
+    for field, value in fields.items():
+        if field in PLACING and value != expected.get(field):
+            remedy = "is decided by the devices that runs share: leave it out"
+            yield UserError(f"{path}.{field}", value, remedy)

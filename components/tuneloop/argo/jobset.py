@@ -1,9 +1,12 @@
-"""A stage of several pods: a JobSet that Argo applies and watches, and a step that reads the committed output.
+"""A stage of several pods: a JobSet that Argo applies and watches, and a step that reads the
+committed output.
 
-Every pod is the stage's pod under torchrun with a fixed rendezvous at the first one: pod i of the JobSet's only job is
-node i. If one is interrupted, evicted or killed (`tuneloop.core.ends`), all start again from the last resume point; any
-other failure ends the JobSet. An Argo resource template gets neither exit codes nor outputs of what it watches, so the
-stage runs once more, in one process that finds its output committed and reports it."""
+Every pod is the stage's pod under torchrun with a fixed rendezvous at the first one: pod i of the
+JobSet's only job is node i. If one is interrupted, evicted or killed (`tuneloop.core.ends`), all
+start again from the last resume point; any other failure ends the JobSet. An Argo resource template
+gets neither exit codes nor outputs of what it watches, so the stage runs once more, in one process
+that finds its output committed and reports it.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -41,18 +44,22 @@ PATCH = {
         {
             "name": "main",
             "securityContext": RESTRICTED,
-            "resources": {**EXECUTOR, "limits": {"memory": "256Mi"}},
+            "resources": {"requests": EXECUTOR["requests"], "limits": {"memory": "256Mi"}},
         },
     ],
     "initContainers": [
         {"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}
     ],
 }
-"""Patch of the pod that watches: Argo runs it without the sidecar in the workflow's own patch, and writes to /tmp."""
+"""Patch of the pod that watches: Argo runs it without the sidecar in the workflow's own patch, and
+writes to /tmp.
+"""
 JOB = "node"
 CONTAINER = "main"
 LONGEST = 63
-"""Maximum length of a pod's name in JobSet's webhook, including the five characters that identify an attempt."""
+"""Maximum length of a pod's name in JobSet's webhook, including the five characters that identify
+an attempt.
+"""
 RESUMED = 99
 """A run's workflows are numbered; the names have room for this number."""
 
@@ -63,7 +70,9 @@ def read_field(name: str, path: str) -> JsonObject:
 
 
 RENDEZVOUS = read_field("PET_RDZV_ID", "metadata.labels['batch.kubernetes.io/controller-uid']")
-"""Variable that is equal in all pods and changes with each restart: it names the data of an attempt."""
+"""Variable that is equal in all pods and changes with each restart: it names the data of an
+attempt.
+"""
 RESTART = read_field(ATTEMPT, "metadata.labels['jobset.sigs.k8s.io/restart-attempt']")
 """How often the JobSet has started its pods again; a suspension by Kueue does not count."""
 
@@ -71,7 +80,8 @@ RESTART = read_field(ATTEMPT, "metadata.labels['jobset.sigs.k8s.io/restart-attem
 def jobset_steps(
     component: Component, stage: StagePlan, result: "Container", cluster: Cluster
 ) -> "Steps":
-    """Build a stage of several nodes as a template with the same name, inputs and outputs as for a single pod.
+    """Build a stage of several nodes as a template with the same name, inputs and outputs as for a
+    single pod.
 
     Args:
         component: the stage as it is declared.
@@ -116,26 +126,28 @@ def jobset_steps(
     )
     inputs: Any = result.inputs
     start = apply_jobset(stage.job_template, manifest, cluster, inputs=inputs)
-    passed = {p.name: "{{inputs.parameters.%s}}" % p.name for p in inputs}
-    outputs: Any = result.outputs
-    with Steps(
-        name=stage.template,
-        inputs=inputs,
-        outputs=[
-            Parameter(
-                name=p.name,
-                value_from=ValueFrom(parameter="{{steps.result.outputs.parameters.%s}}" % p.name),
-            )
-            for p in outputs
-        ],
-    ) as steps:
-        start(name="job", arguments=passed)
-        result(name="result", arguments=passed)
+    arguments = {item.name: "{{inputs.parameters.%s}}" % item.name for item in inputs}
+    stage_outputs: Any = result.outputs
+    outputs: list[Parameter] = []
+    for item in stage_outputs:
+        value = ValueFrom(parameter="{{steps.result.outputs.parameters.%s}}" % item.name)
+        outputs.append(Parameter(name=item.name, value_from=value))
+    with Steps(name=stage.template, inputs=inputs, outputs=outputs) as steps:
+        start(name="job", arguments=arguments)
+        result(name="result", arguments=arguments)
     return steps
 
 
 def apply_jobset(name: str, manifest: JsonObject, cluster: Cluster, **fields: Any) -> "Resource":
-    """Build a template that applies a JobSet and ends as it does; the JobSet is deleted with the workflow."""
+    """Build a template that applies a JobSet and ends as it does; the JobSet is deleted with the
+    workflow.
+
+    Args:
+        name: of the template.
+        manifest: the JobSet.
+        cluster: where the pod runs that applies it.
+        fields: further fields of the template.
+    """
     from hera.workflows import Resource
     from hera.workflows.models import ExecutorConfig
 
@@ -163,14 +175,19 @@ def build_jobset(
     queue: Mapping[str, str] | None = None,
     stage: str = "",
 ) -> JsonObject:
-    """Build a JobSet: one Indexed Job of `nodes` pods that end and start again together. `name` with
-    ``-node-0-0-x7k2p`` at its end has at most 63 characters; `queue` are Kueue's labels, see
-    `Cluster.build_queue_labels`; `stage` is what `tuneloop cluster logs` calls the pods."""
-    about = {
-        "labels": dict(labels or {}),
-        "annotations": {"workflows.argoproj.io/node-name": stage or name},
-    }
-    bug = {
+    """Build a JobSet: one Indexed Job of `nodes` pods that end and start again together.
+
+    Args:
+        name: with ``-node-0-0-x7k2p`` at its end it has at most 63 characters.
+        pod: the spec of each pod.
+        nodes: how many there are.
+        labels: of the JobSet and its pods.
+        queue: Kueue's labels of the JobSet, as in `Cluster.build_queue_labels`.
+        stage: what `tuneloop cluster logs` calls the pods; empty: `name`.
+    """
+    pod_labels = dict(labels or {})
+    # An end that is not retried fails the job, and thereby the JobSet.
+    final_end = {
         "containerName": CONTAINER,
         "operator": "NotIn",
         "values": [code for code in RETRIED_CODES if code > 0],
@@ -180,26 +197,31 @@ def build_jobset(
         "completions": nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": bug}]},
-        "template": {"metadata": about, "spec": pod},
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": final_end}]},
+        "template": {
+            "metadata": {
+                "labels": pod_labels,
+                "annotations": {"workflows.argoproj.io/node-name": stage or name},
+            },
+            "spec": pod,
+        },
+    }
+    rule = {
+        "name": "bug",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": name, "labels": {**(labels or {}), **(queue or {})}},
+        "metadata": {"name": name, "labels": pod_labels | dict(queue or {})},
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {
                 "maxRestarts": LIMIT,
                 # No pod of an attempt is left when the next one starts.
                 "restartStrategy": "BlockingRecreate",
-                "rules": [
-                    {
-                        "name": "bug",
-                        "action": "FailJobSet",
-                        "onJobFailureReasons": ["PodFailurePolicy"],
-                    }
-                ],
+                "rules": [rule],
             },
             "ttlSecondsAfterFinished": 3600,
             "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
@@ -208,44 +230,51 @@ def build_jobset(
 
 
 def check_names(workflow: JsonMapping, run: str) -> None:
-    """Raise UserError if a run's name makes host names of JobSet pods invalid, which would only show at their start."""
-    iterations = next(
-        (
-            p["value"]
-            for p in workflow["spec"]["arguments"]["parameters"]
-            if p["name"] == "iterations"
-        ),
-        1,
-    )
-    known = {
+    """Check that a run's name gives valid host names to the pods of its JobSets.
+
+    An invalid one would only show when they start.
+
+    Raises:
+        UserError: the name begins with a digit, or is too long.
+    """
+    spec = workflow["spec"]
+    parameters = {item["name"]: item.get("value") for item in spec["arguments"]["parameters"]}
+    # The longest values that the tags can have in this run.
+    values = {
         "{{workflow.name}}": f"{run}-{RESUMED}",
-        "{{inputs.parameters.iteration}}": str(iterations),
+        "{{inputs.parameters.iteration}}": str(parameters.get("iterations", 1)),
     }
-    for job in map(parse_applied_object, workflow["spec"].get("templates", ())):
+    for job in map(parse_applied_object, spec.get("templates", ())):
         if job.get("kind") != "JobSet":
             continue
         name = job["metadata"]["name"]
-        for tag, text in known.items():
-            name = name.replace(tag, text)
+        for tag, value in values.items():
+            name = name.replace(tag, value)
         group = job["spec"]["replicatedJobs"][0]
-        longest = f"{name}-{group['name']}-0-{group['template']['spec']['parallelism'] - 1}-x7k2p"
+        last = group["template"]["spec"]["parallelism"] - 1
+        pod_name = f"{name}-{group['name']}-0-{last}-x7k2p"
         if not name[0].isalpha():
-            raise UserError(
-                "--run", run, "names the hosts of stages with several pods: begin with a letter"
+            remedy = "names the hosts of stages with several pods: begin with a letter"
+            raise UserError("--run", run, remedy)
+        excess = len(pod_name) - LONGEST
+        if excess > 0:
+            remedy = (
+                f"a pod could be named {pod_name}, which is too long: "
+                f"use a name at least {excess} characters shorter"
             )
-        if (over := len(longest) - LONGEST) > 0:
-            remedy = f"a pod could be named {longest}, which is too long: use a name at least {over} characters shorter"
             raise UserError("--run", run, remedy)
 
 
 def ranks_env(name: str, nodes: int, processes: int) -> list[JsonObject]:
-    """Build torchrun's ``PET_*`` variables in the pods of the JobSet `name`: a rendezvous at the first."""
+    """Build torchrun's ``PET_*`` variables in the pods of the JobSet `name`: a rendezvous at the
+    first.
+    """
+    rank = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return [
         {"name": "PET_NNODES", "value": str(nodes)},
         {"name": "PET_NPROC_PER_NODE", "value": str(processes)},
-        read_field(
-            "PET_NODE_RANK", "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        ),
+        read_field("PET_NODE_RANK", rank),
+        # The JobSet gives its pods host names, and a domain that is called as it is.
         {"name": "PET_MASTER_ADDR", "value": f"{name}-{JOB}-0-0.{name}"},
         {"name": "PET_MASTER_PORT", "value": str(PORT)},
         RENDEZVOUS,
@@ -262,7 +291,8 @@ def pod_spec(
     env: Sequence[JsonMapping] = (),
     resources: PodResources | None = None,
 ) -> JsonObject:
-    """Build a pod object for Kubernetes, with the same fields as a stage's pod in `tuneloop.argo.template`.
+    """Build a pod object for Kubernetes, with the same fields as a stage's pod in
+    `tuneloop.argo.template`.
 
     Args:
         image: the logical one: base, trainer, rollout or ray.
@@ -274,8 +304,8 @@ def pod_spec(
         resources: what the pod requests; None: what its role does.
 
     Raises:
-        UserError: the pod should share devices with other runs, as each pod would request its lease by itself, or have
-            more memory after the first attempt.
+        UserError: the pod should share devices with other runs, as each pod would request its lease
+            by itself, or have more memory after the first attempt.
     """
     share = None if role == "cpu" else cluster.share
     if share and not share.alone:
@@ -283,37 +313,43 @@ def pod_spec(
         raise UserError("cluster.share.group", share.group, remedy)
 
     cluster.check_one_memory_limit(role, "a job of several pods")
-    own = cluster.resources(role)
-    about = pod_fields(
-        image, role, cluster, enable_shared_memory(resources or plan_resources(role, cluster))
-    )
+    role_settings = cluster.resources(role)
+    resources = enable_shared_memory(resources or plan_resources(role, cluster))
+    fields = pod_fields(image, role, cluster, resources)
+    variables = [_plain(variable) for variable in fields["env"]]
+    variables += env
     container: JsonObject = {
         "name": CONTAINER,
-        "image": about["image"],
-        "imagePullPolicy": about["image_pull_policy"],
+        "image": fields["image"],
+        "imagePullPolicy": fields["image_pull_policy"],
         "command": list(command),
         "args": list(args),
-        "env": [*map(_plain, about["env"]), *env],
-        "envFrom": [_plain(source.build()) for source in about["env_from"]],
-        "resources": _plain(about["resources"].build()),
+        "env": variables,
+        "envFrom": [_plain(source.build()) for source in fields["env_from"]],
+        "resources": _plain(fields["resources"].build()),
         "securityContext": RESTRICTED,
-        "volumeMounts": [_plain(volume._build_volume_mount()) for volume in about["volumes"]],
+        # Hera has no public way to build the two halves of a volume.
+        "volumeMounts": [_plain(volume._build_volume_mount()) for volume in fields["volumes"]],
     }
-    return {
+    spec: JsonObject = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": own.grace_s,
+        "terminationGracePeriodSeconds": role_settings.grace_s,
         "serviceAccountName": "tuneloop-stage",
         "automountServiceAccountToken": False,
         "securityContext": NOBODY,
         "containers": [container],
-        "volumes": [_plain(volume._build_volume()) for volume in about["volumes"]],
-        **own.place,
-        **(claims.place_pod_on_claim(container, share, claims.role_of(image)) if share else {}),
+        "volumes": [_plain(volume._build_volume()) for volume in fields["volumes"]],
     }
+    spec |= role_settings.place
+    if share:
+        spec |= claims.place_pod_on_claim(container, share, claims.role_of(image))
+    return spec
 
 
 def enable_shared_memory(resources: PodResources) -> PodResources:
-    """Return the resources with a ``/dev/shm``, where the ranks of a job's pod, or Ray, exchange tensors."""
+    """Return the resources with a ``/dev/shm``, where the ranks of a job's pod, or Ray, exchange
+    tensors.
+    """
     return resources.model_copy(update={"shared_memory": resources.shared_memory or AUTO})
 
 
@@ -322,5 +358,8 @@ def _plain(model: Any) -> JsonObject:
 
 
 def dump_manifest(manifest: JsonObject) -> str:
-    """Dump a manifest as YAML for a resource template, without anchors: equal parts are written in full."""
+    """Dump a manifest as YAML for a resource template, without anchors: equal parts are written in
+    full.
+    """
+    # PyYAML writes an anchor for an object that occurs twice; a copy through JSON has no such.
     return yaml.safe_dump(json.loads(json.dumps(manifest)), sort_keys=False, width=10**6)

@@ -1,10 +1,12 @@
-"""The arguments with which the client of Kubeflow's SDK (extra ``kubeflow``) creates a TrainJob of `as_trainjob`.
+"""The arguments with which the client of Kubeflow's SDK (extra ``kubeflow``) creates a TrainJob of
+`as_trainjob`.
 
     job = as_trainjob(Trl(…), "tune", cluster, dataset="s3://…#sft.parquet", model="s3://…#model")
     TrainerClient().train(**build_train_arguments(job))
 
-The cluster needs Kubeflow Trainer 2.2 or later. The labels, node selector and tolerations of the pods are a patch of
-the runtime there; Trainer 2.1 does not know this field and ignores it."""
+The cluster needs Kubeflow Trainer 2.2 or later. The labels, node selector and tolerations of the
+pods are a patch of the runtime there; Trainer 2.1 does not know this field and ignores it.
+"""
 
 from typing import Any
 
@@ -19,55 +21,84 @@ from tuneloop.workflow.settings import AUTO, Resources
 
 
 def build_train_arguments(job: JsonMapping) -> JsonObject:
-    """Build the arguments of ``TrainerClient.train`` from `job`, a TrainJob that `as_trainjob` rendered. Raises
-    UserError if the command does not start with our torchrun, or if CPU and memory of the trainer are not set."""
+    """Build the arguments of ``TrainerClient.train``.
+
+    Args:
+        job: a TrainJob that `as_trainjob` rendered.
+
+    Raises:
+        UserError: the command does not start with our torchrun, or CPU and memory of the trainer
+            are not set.
+    """
+    metadata = job["metadata"]
     spec = job["spec"]
-    trainer = job["spec"]["trainer"]
+    trainer = spec["trainer"]
     requests = trainer["resourcesPerNode"]["requests"]
     limits = trainer["resourcesPerNode"].get("limits", {})
+    # The SDK has one figure for both, so a request that was only guessed would limit the pod.
     remedy = "is the default; set it, because the SDK makes what is requested a limit, too"
     if requests["cpu"] == Resources().cpu:
         raise UserError("cluster.trainer.cpu", requests["cpu"], remedy)
     if "memory" not in limits:
         raise UserError("cluster.trainer.memory", AUTO, remedy)
-    launcher = trainer["command"][: len(TORCHRUN)]
-    program = trainer["command"][len(TORCHRUN) :]
-    if tuple(launcher) != TORCHRUN:
-        remedy = "does not start with our torchrun; for torchtune take the SDK's BuiltinTrainer, else `launch_job`"
-        raise UserError("backend", " ".join(trainer["command"]), remedy)
-    pod = {
-        field: value
-        for field, value in spec["podTemplateOverrides"][0].items()
-        if field != "targetJobs"
-    }
-    node = {"name": "node", "template": {"spec": {"template": pod}}}
-    patch: Any = {
-        "template": {"metadata": {"labels": spec["labels"]}, "spec": {"replicatedJobs": [node]}}
-    }
-    dataset, model = (
-        spec.get("initializer", {}).get(part, {}).get("storageUri") for part in ("dataset", "model")
-    )
+    # The SDK takes plain values only; our runtimes set the rendezvous id themselves.
+    variables = {item["name"]: item["value"] for item in trainer["env"] if item != RENDEZVOUS}
     return {
         "runtime": spec["runtimeRef"]["name"],
-        "initializer": sdk.Initializer(  # the types for Hugging Face take an address of any scheme
-            dataset=sdk.HuggingFaceDatasetInitializer(dataset) if dataset else None,
-            model=sdk.HuggingFaceModelInitializer(model, ignore_patterns=None) if model else None,
-        ),
+        "initializer": _build_initializer(spec.get("initializer", {})),
         "trainer": sdk.CustomTrainerContainer(
             image=trainer["image"],
             num_nodes=trainer["numNodes"],
             resources_per_node=requests | limits,
-            # The SDK takes plain values only; our runtimes set the rendezvous id themselves.
-            env={each["name"]: each["value"] for each in trainer["env"] if each != RENDEZVOUS},
+            env=variables,
         ),
         "options": [
-            options.Name(job["metadata"]["name"]),
-            options.Labels(job["metadata"]["labels"]),
-            # The SDK has no field for the number of processes of a node.
-            options.TrainerCommand(
-                [*launcher, f"--nproc-per-node={trainer['numProcPerNode']}", *program]
-            ),
+            options.Name(metadata["name"]),
+            options.Labels(metadata["labels"]),
+            options.TrainerCommand(_build_command(trainer)),
             options.TrainerArgs(trainer["args"]),
-            options.RuntimePatch(patch),
+            options.RuntimePatch(_build_patch(spec)),
         ],
+    }
+
+
+def _build_initializer(parts: JsonMapping) -> Any:
+    """Build the initializers of dataset and model, of which either may be absent."""
+    dataset = parts.get("dataset", {}).get("storageUri")
+    model = parts.get("model", {}).get("storageUri")
+    # The types for Hugging Face take an address of any scheme.
+    return sdk.Initializer(
+        dataset=sdk.HuggingFaceDatasetInitializer(dataset) if dataset else None,
+        model=sdk.HuggingFaceModelInitializer(model, ignore_patterns=None) if model else None,
+    )
+
+
+def _build_command(trainer: JsonMapping) -> list[str]:
+    """Build the command of a rank group. Raises UserError where it is not started by our
+    torchrun.
+    """
+    command: list[str] = trainer["command"]
+    launcher = command[: len(TORCHRUN)]
+    if tuple(launcher) != TORCHRUN:
+        remedy = (
+            "does not start with our torchrun; for torchtune take the SDK's BuiltinTrainer, "
+            "else `launch_job`"
+        )
+        raise UserError("backend", " ".join(command), remedy)
+    # The SDK has no field for the number of processes of a node.
+    launcher.append(f"--nproc-per-node={trainer['numProcPerNode']}")
+    return launcher + command[len(TORCHRUN) :]
+
+
+def _build_patch(spec: JsonMapping) -> Any:
+    """Build the patch of the runtime that gives the pods what a TrainJob's override gives them."""
+    pod = dict(spec["podTemplateOverrides"][0])
+    # A runtime's job is named in the patch itself.
+    del pod["targetJobs"]
+    node = {"name": "node", "template": {"spec": {"template": pod}}}
+    return {
+        "template": {
+            "metadata": {"labels": spec["labels"]},
+            "spec": {"replicatedJobs": [node]},
+        }
     }

@@ -1,8 +1,12 @@
-"""Find problems of a rendered Workflow that a controller reports only at run time. ``argo lint --offline`` checks the
-syntax; these rules add fields that our pods must have, bounds of recursions, and outputs that a skipped task lacks."""
+"""Find problems of a rendered Workflow that a controller reports only at run time.
+
+``argo lint --offline`` checks the syntax. These rules add names that Argo or Kubernetes refuse,
+fields that our pods must have, expressions, bounds of recursions, and outputs that a skipped task
+lacks.
+"""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tuneloop.argo.claims import find_placement_errors
@@ -10,12 +14,15 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.workflow.expression_values import ExpressionError
 from tuneloop.workflow.expressions import TAG, check_expression
-from tuneloop.workflow.manifest import find_ancestors, list_calls, parse_depends
+from tuneloop.workflow.manifest import find_ancestors, labels_of, list_calls, parse_depends
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
+"""Names of templates, which are parts of the names of their pods."""
 CALL_NAME = re.compile(r"^[a-zA-Z0-9][-a-zA-Z0-9]{0,127}$")
-"""Argo's own rule for the names of tasks and steps (`workflowFieldNameFmt`, `workflowFieldMaxLength`)."""
+"""Argo's own rule for the names of tasks and steps (`workflowFieldNameFmt`,
+`workflowFieldMaxLength`).
+"""
 PARAMETER_NAME = re.compile(r"^[-a-zA-Z0-9_]+$")
 """Argo's own rule for the names of parameters and artifacts (`paramOrArtifactNameRegex`)."""
 OBJECT_NAME = re.compile(r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$")
@@ -25,245 +32,274 @@ LONGEST_WORKFLOW = 63
 SUFFIX_LENGTH = 5
 """Characters that Kubernetes adds to `generateName`."""
 REFERENCE = re.compile(r"\btasks\.([a-zA-Z0-9][\w-]*)\.|\btasks\['([^']+)'\]")
+"""A task whose result a tag or a condition takes, in either notation."""
+BOOLEANS = ("y", "n", "Y", "N")
+"""Names that YAML 1.1 reads as booleans. PyYAML writes them without quotes all the same."""
+SOURCES = frozenset(["default", "value", "optional", "raw", "s3", "http", "git"])
+"""Fields of an input that does without an argument."""
+NO_TEMPLATE = "no such template"
+
+_WORKFLOW_NAME = re.compile(r"\bworkflow\.(?!outputs\b)[\w.]+")
+_TEXT_CODE = re.compile(r"(?<!asInt\()\blastRetry\.exitCode\s*(==|!=|<|>|in\b|not\b)\s*[\d\[]")
+
+Templates = Mapping[str, JsonMapping]
+"""Name of a template → the template."""
 
 
 def lint_workflow(workflow: JsonMapping) -> list[UserError]:
-    """Return all problems found in a Workflow or WorkflowTemplate, as loaded from YAML."""
+    """Return all problems of a Workflow or WorkflowTemplate, as loaded from YAML."""
     spec = workflow.get("spec") or {}
     templates = {template.get("name"): template for template in spec.get("templates", [])}
-    found = [*_spec(spec, templates), *_expressions(spec), *_names(workflow, templates)]
-    for at, value in _walk(spec, "spec"):
-        if isinstance(value, Mapping) and value.get("name") in (
-            "y",
-            "n",
-            "Y",
-            "N",
-        ):  # PyYAML does not quote them
-            remedy = "YAML 1.1 reads it as true or false; choose a longer name"
-            found.append(UserError(f"{at}.name", value["name"], remedy))
-    found += find_placement_errors(workflow)
+    problems = list(_check_spec(spec, templates))
+    problems += _check_expressions(spec)
+    problems += _check_workflow_names(workflow.get("metadata") or {})
+    problems += _check_boolean_names(spec)
+    problems += find_placement_errors(workflow)
     for name, template in templates.items():
-        at = f"templates.{name}"
+        field = f"templates.{name}"
         if not NAME.match(str(name)):
-            found.append(
-                UserError(at, name, "names are at most 63 lower-case letters, digits and dashes")
-            )
+            remedy = "names are at most 63 lower-case letters, digits and dashes"
+            problems.append(UserError(field, name, remedy))
+        problems += _check_names(field, template)
         if "dag" in template:
-            found += _dag(at, template, templates)
+            problems += _check_dag(field, template, templates)
         elif "steps" in template:
             for step in list_calls(template):
-                found += _call(f"{at}.steps.{step['name']}", step, templates)
+                problems += _check_call(f"{field}.steps.{step['name']}", step, templates)
         elif "container" in template or "script" in template:
-            found += _leaf(at, template)
-    return found
+            problems += _check_pod(field, template)
+    return problems
 
 
-def _spec(spec: JsonMapping, templates: Mapping[Any, Any]) -> Iterator[UserError]:
-    entry = spec.get("entrypoint")
-    if entry not in templates and "workflowTemplateRef" not in spec:
-        yield UserError(
-            "spec.entrypoint",
-            entry,
-            f"no such template; there are {', '.join(map(str, templates))}",
-        )
-    for field, hook in {
-        "onExit": {"template": spec.get("onExit")},
-        **(spec.get("hooks") or {}),
-    }.items():
-        if hook["template"] and hook["template"] not in templates:
-            yield UserError(f"spec.{field}", hook["template"], "no such template")
+def _check_spec(spec: JsonMapping, templates: Templates) -> Iterator[UserError]:
+    """Find templates that the workflow names and does not have, and pods that can never start."""
+    entrypoint = spec.get("entrypoint")
+    if entrypoint not in templates and "workflowTemplateRef" not in spec:
+        remedy = f"no such template; there are {', '.join(map(str, templates))}"
+        yield UserError("spec.entrypoint", entrypoint, remedy)
+    for name, target in _read_hooks(spec).items():
+        if target not in templates:
+            yield UserError(f"spec.{name}", target, NO_TEMPLATE)
     daemons = [name for name, template in templates.items() if template.get("daemon")]
-    if daemons and int(spec.get("parallelism") or 0) == len(daemons):
-        yield UserError(
-            "spec.parallelism", spec["parallelism"], f"the daemon {daemons[0]} counts, too: add one"
-        )
+    parallelism = int(spec.get("parallelism") or 0)
+    # A daemon runs until the end: with no pod beside it the workflow makes no progress.
+    if daemons and parallelism == len(daemons):
+        remedy = f"the daemon {daemons[0]} counts, too: add one"
+        yield UserError("spec.parallelism", parallelism, remedy)
 
 
-def _names(workflow: JsonMapping, templates: Mapping[Any, Any]) -> Iterator[UserError]:
-    """Find names of the workflow, of calls and of parameters that Kubernetes or Argo refuse."""
-    metadata = workflow.get("metadata") or {}
+def _read_hooks(caller: JsonMapping) -> dict[str, str]:
+    """Read the hooks of a workflow or of a call: name → template; the exit handler is one."""
+    hooks = {name: hook.get("template") for name, hook in (caller.get("hooks") or {}).items()}
+    hooks["onExit"] = caller.get("onExit")
+    return {name: target for name, target in hooks.items() if target}
+
+
+def _check_workflow_names(metadata: JsonMapping) -> Iterator[UserError]:
+    """Find a name of the workflow that Kubernetes refuses, or with which its pods have no label."""
     for field, suffix in (("name", 0), ("generateName", SUFFIX_LENGTH)):
         name = metadata.get(field)
         if not name:
             continue
-        whole = f"{name}{'0' * suffix}"
-        if not OBJECT_NAME.match(whole) or len(whole) > LONGEST_WORKFLOW:
-            most = LONGEST_WORKFLOW - suffix
-            remedy = f"name the pipeline with at most {most} lower-case letters, digits and dashes"
+        longest = f"{name}{'0' * suffix}"
+        if not OBJECT_NAME.match(longest) or len(longest) > LONGEST_WORKFLOW:
+            limit = LONGEST_WORKFLOW - suffix
+            remedy = f"name the pipeline with at most {limit} lower-case letters, digits and dashes"
             yield UserError(f"metadata.{field}", name, remedy)
-    for template in templates.values():
-        kind = "dag.tasks" if "dag" in template else "steps"
-        for call in list_calls(template):
-            if not CALL_NAME.match(str(call.get("name"))):
-                remedy = (
-                    "names of stages in a graph are at most 128 letters, digits and dashes, "
-                    "and begin with a letter or digit"
-                )
-                yield UserError(f"templates.{template['name']}.{kind}", call.get("name"), remedy)
-        for side in ("inputs", "outputs"):
-            for kind in ("parameters", "artifacts"):
-                for item in (template.get(side) or {}).get(kind) or ():
-                    if not PARAMETER_NAME.match(str(item.get("name"))):
-                        at = f"templates.{template['name']}.{side}.{kind}"
-                        remedy = "names are letters, digits, dashes and underscores"
-                        yield UserError(at, item.get("name"), remedy)
 
 
-def _dag(at: str, template: JsonMapping, templates: Mapping[Any, Any]) -> Iterator[UserError]:
-    listed = template["dag"].get("tasks", [])
-    tasks = {task["name"]: task for task in listed}
-    if len(tasks) < len(listed):
-        yield UserError(f"{at}.dag.tasks", len(listed), "two tasks have the same name")
+def _check_boolean_names(spec: JsonMapping) -> Iterator[UserError]:
+    """Find names that are read as booleans once the workflow is written as YAML."""
+    for field, value in _walk(spec, "spec"):
+        if isinstance(value, Mapping) and value.get("name") in BOOLEANS:
+            remedy = "YAML 1.1 reads it as true or false; choose a longer name"
+            yield UserError(f"{field}.name", value["name"], remedy)
+
+
+def _check_names(field: str, template: JsonMapping) -> Iterator[UserError]:
+    """Find names of a template's calls and parameters that Argo refuses."""
+    kind = "dag.tasks" if "dag" in template else "steps"
+    for call in list_calls(template):
+        if not CALL_NAME.match(str(call.get("name"))):
+            remedy = (
+                "names of stages in a graph are at most 128 letters, digits and dashes, "
+                "and begin with a letter or digit"
+            )
+            yield UserError(f"{field}.{kind}", call.get("name"), remedy)
+    for side in ("inputs", "outputs"):
+        for kind in ("parameters", "artifacts"):
+            for item in (template.get(side) or {}).get(kind) or ():
+                if not PARAMETER_NAME.match(str(item.get("name"))):
+                    remedy = "names are letters, digits, dashes and underscores"
+                    yield UserError(f"{field}.{side}.{kind}", item.get("name"), remedy)
+
+
+def _check_dag(field: str, template: JsonMapping, templates: Templates) -> Iterator[UserError]:
+    """Find faults of a graph, and of its tasks."""
+    calls = template["dag"].get("tasks", [])
+    tasks = {task["name"]: task for task in calls}
+    if len(tasks) < len(calls):
+        yield UserError(f"{field}.dag.tasks", len(calls), "two tasks have the same name")
     if "timeout" in template:
-        yield UserError(
-            f"{at}.timeout", template["timeout"], "a DAG has no timeout; set it on the pods"
-        )
+        remedy = "a DAG has no timeout; set it on the pods"
+        yield UserError(f"{field}.timeout", template["timeout"], remedy)
     waits: dict[str, list[str]] = {}
     for name, task in tasks.items():
+        waits[name] = []
         try:
-            waits[name] = parse_depends(task, tasks)[0]
+            waits[name], _ = parse_depends(task, tasks)
         except UserError as error:
-            yield UserError(f"{at}.{error.field}", error.value, error.remedy)
-            waits[name] = []
+            yield UserError(f"{field}.{error.field}", error.value, error.remedy)
     for name, task in tasks.items():
-        above = find_ancestors(name, waits)
-        place = f"{at}.tasks.{name}"
-        if name in above:
-            yield UserError(place, name, "waits for itself; break the cycle")
-        for other in sorted(_references(task)):
-            if other not in tasks:
-                yield UserError(place, f"tasks.{other}", "is not a task of this DAG")
-            elif other not in above:
-                yield UserError(
-                    place, f"tasks.{other}", f"is used, but not waited for; depends: {other}"
-                )
-        yield from _call(place, task, templates)
+        path = f"{field}.tasks.{name}"
+        yield from _check_references(path, task, tasks, waits)
+        yield from _check_call(path, task, templates)
         if task.get("template") == template["name"] and not task.get("when"):
-            yield UserError(place, task["template"], "a template that calls itself needs a when")
-    yield from _skipped_outputs(at, tasks)
+            yield UserError(path, task["template"], "a template that calls itself needs a when")
+    yield from _check_skipped_outputs(field, tasks)
 
 
-def _skipped_outputs(at: str, tasks: JsonMapping) -> Iterator[UserError]:
-    """Find outputs of a skipped task: it has none in Argo 3.7, whatever defaults its template declares."""
+def _check_references(
+    field: str,
+    task: JsonMapping,
+    tasks: Templates,
+    waits: Mapping[str, Sequence[str]],
+) -> Iterator[UserError]:
+    """Find tasks whose results a task takes without waiting for them."""
+    ancestors = find_ancestors(task["name"], waits)
+    if task["name"] in ancestors:
+        yield UserError(field, task["name"], "waits for itself; break the cycle")
+    for name in sorted(_find_references(task)):
+        if name not in tasks:
+            yield UserError(field, f"tasks.{name}", "is not a task of this DAG")
+        elif name not in ancestors:
+            remedy = f"is used, but not waited for; depends: {name}"
+            yield UserError(field, f"tasks.{name}", remedy)
+
+
+def _check_skipped_outputs(field: str, tasks: Templates) -> Iterator[UserError]:
+    """Find outputs of a task that may be skipped.
+
+    Such a task has none in Argo 3.7, whatever defaults its template declares. Who takes them asks
+    for the task's status first.
+    """
     conditional = {name for name, task in tasks.items() if task.get("when")}
     for name, task in tasks.items():
         text = f"{task.get('arguments')} {task.get('when', '')}"
-        for other in conditional & _references(task):
-            if (
-                "outputs" in text
-                and f"{other}.status" not in text
-                and f"['{other}'].status" not in text
-            ):
-                remedy = f"may be skipped; guard by tasks.{other}.status"
-                yield UserError(f"{at}.tasks.{name}", f"tasks.{other}.outputs", remedy)
+        if "outputs" not in text:
+            continue
+        for skipped in conditional & _find_references(task):
+            if f"{skipped}.status" not in text and f"['{skipped}'].status" not in text:
+                remedy = f"may be skipped; guard by tasks.{skipped}.status"
+                yield UserError(f"{field}.tasks.{name}", f"tasks.{skipped}.outputs", remedy)
 
 
-def _call(at: str, task: JsonMapping, templates: Mapping[Any, Any]) -> Iterator[UserError]:
-    for hook in [{"template": task.get("onExit")}, *(task.get("hooks") or {}).values()]:
-        if hook["template"] and hook["template"] not in templates:
-            yield UserError(f"{at}.hooks", hook["template"], "no such template")
-    if "templateRef" in task:
+def _check_call(field: str, call: JsonMapping, templates: Templates) -> Iterator[UserError]:
+    """Find faults of a call: of its template, its hooks and its arguments."""
+    for target in _read_hooks(call).values():
+        if target not in templates:
+            yield UserError(f"{field}.hooks", target, NO_TEMPLATE)
+    # A template of another object is not known here.
+    if "templateRef" in call:
         return
-    if (target := templates.get(task.get("template"))) is None:
-        yield UserError(f"{at}.template", task.get("template"), "no such template")
+    template = templates.get(call.get("template", ""))
+    if template is None:
+        yield UserError(f"{field}.template", call.get("template"), NO_TEMPLATE)
         return
-    arguments = task.get("arguments") or {}
+    arguments = call.get("arguments") or {}
+    inputs = template.get("inputs") or {}
     for kind in ("parameters", "artifacts"):
-        given = {item["name"] for item in arguments.get(kind, [])}
-        declared = {item["name"]: item for item in (target.get("inputs") or {}).get(kind, [])}
+        path = f"{field}.arguments.{kind}"
+        passed_names = {item["name"] for item in arguments.get(kind, [])}
+        declared = {item["name"]: item for item in inputs.get(kind, [])}
         for name, item in declared.items():
-            if (
-                name not in given
-                and not {"default", "value", "optional", "raw", "s3", "http", "git"} & item.keys()
-            ):
-                yield UserError(
-                    f"{at}.arguments.{kind}", name, f"is required by template {target['name']}"
-                )
-        for name in sorted(given - declared.keys()):
-            yield UserError(
-                f"{at}.arguments.{kind}", name, f"template {target['name']} has no such input"
-            )
+            if name not in passed_names and not SOURCES & item.keys():
+                yield UserError(path, name, f"is required by template {template['name']}")
+        for name in sorted(passed_names - declared.keys()):
+            yield UserError(path, name, f"template {template['name']} has no such input")
 
 
-def _leaf(at: str, template: JsonMapping) -> Iterator[UserError]:
+def _check_pod(field: str, template: JsonMapping) -> Iterator[UserError]:
+    """Find what a pod lacks to be admitted, retried and started with the same program again."""
     container = template.get("container") or template["script"]
     resources = container.get("resources") or {}
     if not resources.get("requests"):
-        yield UserError(
-            f"{at}.resources", None, "request cpu and memory: a scheduler and Kueue count them"
-        )
+        remedy = "request cpu and memory: a scheduler and Kueue count them"
+        yield UserError(f"{field}.resources", None, remedy)
     if not container.get("securityContext"):
-        yield UserError(
-            f"{at}.securityContext", None, "a restricted namespace refuses the pod without one"
-        )
+        remedy = "a restricted namespace refuses the pod without one"
+        yield UserError(f"{field}.securityContext", None, remedy)
     if "retryStrategy" not in template:
-        yield UserError(
-            f"{at}.retryStrategy", None, "an evicted pod would end the run; retry Error and exit 75"
+        remedy = "an evicted pod would end the run; retry Error and exit 75"
+        yield UserError(f"{field}.retryStrategy", None, remedy)
+    backoff = (template.get("retryStrategy") or {}).get("backoff") or {}
+    if backoff.get("maxDuration"):
+        remedy = (
+            "counts from the start of the first attempt, so a longer stage is never retried; "
+            "leave it out"
         )
-    elif longest := ((template["retryStrategy"] or {}).get("backoff") or {}).get("maxDuration"):
-        remedy = "counts from the start of the first attempt, so a longer stage is never retried; leave it out"
-        yield UserError(f"{at}.retryStrategy.backoff.maxDuration", longest, remedy)
+        path = f"{field}.retryStrategy.backoff.maxDuration"
+        yield UserError(path, backoff["maxDuration"], remedy)
+    # A registry may have a port, so that only the last part of the path tells the tag.
     image = str(container.get("image", "")).rpartition("/")[2]
     if "@" not in image and (":" not in image or image.endswith(":latest")):
-        yield UserError(
-            f"{at}.image",
-            container.get("image"),
-            "name a version: a tag other than latest, or a digest",
-        )
-    gpus = any("gpu" in name for name in (resources.get("limits") or {}))
-    if gpus and QUEUE_LABEL not in ((template.get("metadata") or {}).get("labels") or {}):
-        yield UserError(
-            f"{at}.metadata.labels", QUEUE_LABEL, "an accelerator stage carries the queue's label"
-        )
+        remedy = "name a version: a tag other than latest, or a digest"
+        yield UserError(f"{field}.image", container.get("image"), remedy)
+    has_gpus = any("gpu" in name for name in resources.get("limits") or {})
+    if has_gpus and QUEUE_LABEL not in labels_of(template):
+        remedy = "an accelerator stage carries the queue's label"
+        yield UserError(f"{field}.metadata.labels", QUEUE_LABEL, remedy)
 
 
-def _walk(value: Any, at: str) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) for `value` and all values below it; items of a list are named by their names."""
-    yield at, value
-    below: Iterable[tuple[object, Any]] = value.items() if isinstance(value, Mapping) else ()
-    if isinstance(value, list):
-        below = (
-            (item.get("name", i) if isinstance(item, Mapping) else i, item)
-            for i, item in enumerate(value)
-        )
-    for name, item in below:
-        yield from _walk(item, f"{at}.{name}")
-
-
-def _expressions(spec: JsonMapping) -> Iterator[UserError]:
-    """Find expressions, in tags and in fields that hold one, that the controller would refuse at run time."""
-    for at, value in _walk(spec, "spec"):
+def _check_expressions(spec: JsonMapping) -> Iterator[UserError]:
+    """Find expressions that the controller would refuse at run time, in tags and in the fields that
+    hold one.
+    """
+    for field, value in _walk(spec, "spec"):
         if not isinstance(value, str):
             continue
-        if at.endswith((".expression", ".fromExpression")):
-            yield from _expression(value, at)
-            output = at.endswith(".valueFrom.expression") and ".outputs." in at
-            if output and (match := _WORKFLOW.search(TAG.sub("", value))):
-                yield UserError(
-                    at,
-                    match[0],
-                    f"is not a name in an output's expression; write '{{{{{match[0]}}}}}'",
-                )
+        if field.endswith((".expression", ".fromExpression")):
+            yield from _check_expression(value, field)
+        # An output sees the workflow's values in tags only, which are replaced before.
+        if field.endswith(".valueFrom.expression") and ".outputs." in field:
+            name = _WORKFLOW_NAME.search(TAG.sub("", value))
+            if name:
+                remedy = f"is not a name in an output's expression; write '{{{{{name[0]}}}}}'"
+                yield UserError(field, name[0], remedy)
         for tag in TAG.findall(value):
             if tag.strip().startswith("="):
-                yield from _expression(tag.strip()[1:], at)
+                yield from _check_expression(tag.strip()[1:], field)
 
 
-_WORKFLOW = re.compile(r"\bworkflow\.(?!outputs\b)[\w.]+")
-_TEXT_CODE = re.compile(r"(?<!asInt\()\blastRetry\.exitCode\s*(==|!=|<|>|in\b|not\b)\s*[\d\[]")
-
-
-def _expression(source: str, at: str) -> Iterator[UserError]:
-    plain = TAG.sub("'x'", source)  # tags in expressions are replaced by text first
+def _check_expression(source: str, field: str) -> Iterator[UserError]:
+    # Tags in expressions are replaced by text first.
+    plain = TAG.sub("'x'", source)
     try:
         check_expression(plain)
     except ExpressionError as error:
-        yield UserError(at, source, str(error).removeprefix(f"{plain!r}: "))
+        yield UserError(field, source, str(error).removeprefix(f"{plain!r}: "))
     if _TEXT_CODE.search(source):
-        yield UserError(at, source, "lastRetry.exitCode is text; write asInt(lastRetry.exitCode)")
+        remedy = "lastRetry.exitCode is text; write asInt(lastRetry.exitCode)"
+        yield UserError(field, source, remedy)
 
 
-def _references(task: JsonMapping) -> set[str]:
+def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) for `value` and all values below it; an item of a list is called by its
+    name, or else by its number.
+    """
+    yield path, value
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _walk(item, f"{path}.{name}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            label = item.get("name", index) if isinstance(item, Mapping) else index
+            yield from _walk(item, f"{path}.{label}")
+
+
+def _find_references(task: JsonMapping) -> set[str]:
     """Find the tasks whose results a task's tags and conditions name."""
-    texts = [str(task.get("when", "")), *TAG.findall(str(task.get("arguments") or {}))]
-    return {match[1] or match[2] for text in texts for match in REFERENCE.finditer(text)}
+    texts = TAG.findall(str(task.get("arguments") or {}))
+    texts.append(str(task.get("when", "")))
+    matches = [match for text in texts for match in REFERENCE.finditer(text)]
+    return {match[1] or match[2] for match in matches}

@@ -1,14 +1,20 @@
-"""A loop as Argo templates: an iteration is a graph that calls itself, and a long loop continues in another workflow::
+"""A loop as Argo templates: an iteration is a graph that calls itself, and a long loop continues in
+another workflow::
 
     main:       evaluate-before → part
     part:       loop → continue (another workflow, from `continued` on), or evaluate-after → export
     loop:       rollout → reward → policy-update → next (this template again)
     continued:  serve → part
 
-In an asynchronous loop, `loop` samples the first batch and calls `turn`, which updates on its batch, samples the next
-one meanwhile, and calls itself. With several iterations in a pod, `loop` calls that pod and then itself."""
+In an asynchronous loop, `loop` samples the first batch and calls `turn`, which updates on its
+batch, samples the next one meanwhile, and calls itself. With several iterations in a pod, `loop`
+calls that pod and then itself.
 
-from collections.abc import Mapping, Sequence
+Argo replaces ``{{tag}}`` by text, and computes ``{{=expression}}``. Hera formats a term of an
+expression as the latter with ``f"{term:=}"``.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hera.expr import C, P, g
@@ -19,6 +25,7 @@ from tuneloop.argo.claims import role_of
 from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import (
     OUTPUTS,
+    label_client,
     mount_token,
     retried_pod_fields,
     step_fields,
@@ -42,24 +49,39 @@ from tuneloop.workflow.loop import Loop, Step, output_of, step_of
 from tuneloop.workflow.loop_state import goes_on
 from tuneloop.workflow.plan import PodPlan, RunPlan
 from tuneloop.workflow.pod_loop import PROGRAM, PerPod, PodLoop
-from tuneloop.workflow.settings import CLIENT_LABEL, NEXT, Cluster
+from tuneloop.workflow.settings import NEXT, Cluster
 
 Templates = JsonMapping
 """Name of a template → the template; calling it inside a graph creates a task."""
 
 
-def build_dag(name: str, inputs: Sequence[str], outputs: Sequence[Parameter] = ()) -> Any:
-    """Return a graph with input parameters; it is Any because Hera does not type the result of calling one."""
-    return DAG(name=name, inputs=[Parameter(name=k) for k in inputs], outputs=list(outputs) or None)
+def build_dag(name: str, inputs: Iterable[str], outputs: Sequence[Parameter] = ()) -> Any:
+    """Return a graph with input parameters; it is Any because Hera does not type the result of
+    calling one.
+    """
+    parameters = [Parameter(name=name) for name in inputs]
+    return DAG(name=name, inputs=parameters, outputs=list(outputs) or None)
 
 
-def build_input_tags(names: Sequence[str]) -> dict[str, str]:
+def build_input_tags(names: Iterable[str]) -> dict[str, str]:
     """Return arguments that pass on the inputs of the enclosing template."""
     return {name: input_tag(name) for name in names}
 
 
+def build_wire_tag(wire: str) -> str:
+    """Return the tag of the output that a wire names, of another task of the graph."""
+    return task_tag(step_of(wire), output_of(wire))
+
+
+def build_wire_term(wire: str) -> Any:
+    """Return the output that a wire names as a term of an expression."""
+    return output_term(step_of(wire), output_of(wire))
+
+
 def build_loop_condition(iteration: Any, reward: Any) -> Any:
-    """Return the condition for another iteration after the one with this number and this mean reward."""
+    """Return the condition for another iteration after the one with this number and this mean
+    reward.
+    """
     limits: Any = g.workflow.parameters
     return goes_on(
         iteration.as_int(),
@@ -71,123 +93,166 @@ def build_loop_condition(iteration: Any, reward: Any) -> Any:
 
 def build_same_workflow_condition(iteration: Any, reward: Any) -> Any:
     """Return the condition for another iteration in the same workflow."""
-    here: Any = iteration.as_int() % g.workflow.parameters["per-workflow"].as_int() != 0
-    return here & build_loop_condition(iteration, reward)
+    per_workflow: Any = g.workflow.parameters["per-workflow"]
+    is_inside = iteration.as_int() % per_workflow.as_int() != 0
+    return is_inside & build_loop_condition(iteration, reward)
 
 
-def last_outputs(own: JsonMapping) -> list[Parameter]:
-    """Return the outputs of a template that calls itself as `next`: those of the last call, or else its `own`."""
-    following: Any = g.tasks.next  # only a task that ran has outputs; Argo says so by its status
-    ran = following.status == "Succeeded"
-    return [
-        output_parameter(k, expression=ran.check(following.outputs.parameters[k], own[k]))
-        for k in own
-    ]
+def build_last_outputs(terms: JsonMapping) -> list[Parameter]:
+    """Return the outputs of a template that calls itself as `next`: those of the last call.
+
+    Args:
+        terms: output → its term in this call, if no other one follows.
+    """
+    following: Any = g.tasks.next
+    # Only a task that ran has outputs; Argo says so by its status.
+    has_run = following.status == "Succeeded"
+    outputs: list[Parameter] = []
+    for name, term in terms.items():
+        choice = has_run.check(following.outputs.parameters[name], term)
+        outputs.append(output_parameter(name, expression=choice))
+    return outputs
 
 
-def call_step(step: Step, templates: Templates, values: Mapping[str, str], **about: Any) -> Any:
-    """Make a step's task in an iteration; a wire that is not in `values` is an output of another task of the graph."""
-    given = {
-        k: values[wire] if wire in values else task_tag(*wire.split("."))
-        for k, wire in step.wires.items()
-    }
-    arguments = list(given.items())
-    behind = max(i for i, name in enumerate(given) if name in step.component.inputs)
-    arguments.insert(behind + 1, (to_kebab_case(step.component.output), f"{ITERATION}/{step.name}"))
-    return templates[step.name](name=step.name, arguments=dict(arguments), **about)
+def call_step(
+    step: Step, templates: Templates, values: Mapping[str, str], when: str | None = None
+) -> Any:
+    """Create a step's task in an iteration.
+
+    Args:
+        step: the call.
+        templates: that of the step's stage is among them.
+        values: of the loop; a wire that is not among them is an output of another task of the
+            graph.
+        when: the condition on which it runs; None: always.
+    """
+    last_input = [name for name in step.wires if name in step.component.inputs][-1]
+    arguments: dict[str, str] = {}
+    for name, wire in step.wires.items():
+        arguments[name] = values[wire] if wire in values else build_wire_tag(wire)
+        # In the manifest a stage's output stands after its inputs and before its parameters.
+        if name == last_input:
+            arguments[to_kebab_case(step.component.output)] = f"{ITERATION}/{step.name}"
+    return templates[step.name](name=step.name, arguments=arguments, when=when)
 
 
 def chain_steps(steps: Sequence[Step], templates: Templates, values: Mapping[str, str]) -> Any:
     """Create the tasks of `steps`, each after the previous one; return the last."""
-    before = None
+    last: Any = None
     for step in steps:
         task = call_step(step, templates, values)
-        before = before >> task if before else task
-    return before
+        if last is not None:
+            last >> task
+        last = task
+    return last
 
 
 def call_once(
-    step: Step, templates: Templates, values: Mapping[str, str], name: str, **about: Any
+    step: Step,
+    templates: Templates,
+    values: Mapping[str, str],
+    name: str,
+    when: str | None = None,
 ) -> Any:
-    """Make the task of a step outside of iterations, committed below the run under the task's name."""
-    arguments = {k: values[wire] for k, wire in step.wires.items() if wire != "iteration"}
+    """Create the task of a step outside of iterations, committed below the run under the task's
+    name.
+    """
+    arguments = {name: values[wire] for name, wire in step.wires.items() if wire != "iteration"}
     if "iteration" in step.wires.values():
         arguments["iteration"] = "0"
     arguments[to_kebab_case(step.component.output)] = f"{RUN}/{name}"
-    return templates[step.name](name=name, arguments=arguments, **about)
+    return templates[step.name](name=name, arguments=arguments, when=when)
 
 
 def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> Any:
-    """Build the template `loop`: iterations that start from a policy, until the loop or the workflow's part ends."""
-    every = config.loop.evaluate_every
+    """Build the template `loop`: iterations that start from a policy, until the loop or the
+    workflow's part ends.
+    """
+    evaluate_every = config.loop.evaluate_every
     if not config.loop.asynchronous:
-        return build_iteration(loop, templates, every)
+        return build_iteration(loop, templates, evaluate_every)
     sampled = build_input_tags(loop.values_of(loop.batch))
-    batched = [output_of(wire) for wire in loop.batch_wires]
-    outputs = [
-        output_parameter(output_of(wire), value=task_tag(*wire.split(".")))
-        for wire in loop.batch_wires
-    ]
-    with build_dag("batch", list(sampled), outputs) as batch:
+    batch_outputs: list[Parameter] = []
+    for wire in loop.batch_wires:
+        batch_outputs.append(output_parameter(output_of(wire), value=build_wire_tag(wire)))
+    with build_dag("batch", sampled, batch_outputs) as batch:
         chain_steps(loop.batch, templates, sampled)
-    turn = build_iteration(loop, templates, every, batch)
-    outputs = [output_parameter(k, value=task_tag("turn", k)) for k in loop.outputs]
-    with build_dag("loop", loop.inputs, outputs) as made:
+    turn = build_iteration(loop, templates, evaluate_every, batch)
+    outputs = [output_parameter(name, value=task_tag("turn", name)) for name in loop.outputs]
+    with build_dag("loop", loop.inputs, outputs) as template:
         first = batch(name="batch", arguments=sampled)
-        first >> turn(
-            name="turn",
-            arguments=build_input_tags(loop.inputs) | {k: Output(first, k) for k in batched},
-        )
-    return made
+        arguments = build_input_tags(loop.inputs)
+        for wire in loop.batch_wires:
+            arguments[output_of(wire)] = Output(first, output_of(wire))
+        first >> turn(name="turn", arguments=arguments)
+    return template
 
 
 def build_iteration(
     loop: Loop, templates: Templates, evaluate_every: int, batch: Any = None
 ) -> Any:
-    """Build the template of one iteration, which calls the next. In an asynchronous loop it is given its batch, and
-    during its update calls the template `batch` for the next batch, with the policy that it starts from."""
+    """Build the template of one iteration, which calls the next.
+
+    Args:
+        loop: its steps.
+        templates: those of the stages.
+        evaluate_every: iterations between two evaluations; 0: none.
+        batch: in an asynchronous loop, the template that samples a batch. The iteration is given
+            its own batch, and during its update calls `batch` for the next one, with the policy
+            that it starts from.
+    """
     number = g.inputs.parameters.iteration
     reward = output_of(loop.reward)
-    rewarded = (
-        build_term(g.inputs.parameters, reward)
-        if batch
-        else output_term(step_of(loop.reward), reward)
-    )
-    more = f"{build_same_workflow_condition(number, rewarded):=}"
-    after = f"{number.as_int() + 1:=}"
-    batched = [output_of(wire) for wire in loop.batch_wires] if batch else []
+    # In an asynchronous loop what the batch consists of are inputs, in any other outputs of tasks.
+    batch_names = [output_of(wire) for wire in loop.batch_wires] if batch else []
+    reward_term = build_wire_term(loop.reward)
+    if batch:
+        reward_term = build_term(g.inputs.parameters, reward)
+    goes_on_here = f"{build_same_workflow_condition(number, reward_term):=}"
+    next_number = f"{number.as_int() + 1:=}"
+    last_terms = {name: build_wire_term(wire) for name, wire in loop.carry.items()}
     # Outputs see tasks, but no inputs; a tag is replaced before.
-    own = {name: output_term(*wire.split(".")) for name, wire in loop.carry.items()}
-    own |= {"iteration": getattr(g, input_tag("iteration")).string(), reward: rewarded}
-    values = {
-        **build_input_tags(loop.inputs),
-        **{wire: input_tag(output_of(wire)) for wire in loop.batch_wires if batch},
-    }
-    with build_dag(
-        "turn" if batch else "loop", (*loop.inputs, *batched), last_outputs(own)
-    ) as made:
-        scored = None if batch else chain_steps(loop.batch, templates, values)
+    last_terms["iteration"] = getattr(g, input_tag("iteration")).string()
+    last_terms[reward] = reward_term
+    values = build_input_tags(loop.inputs)
+    if batch:
+        values |= {wire: input_tag(output_of(wire)) for wire in loop.batch_wires}
+    inputs = list(loop.inputs) + batch_names
+    with build_dag("turn" if batch else "loop", inputs, build_last_outputs(last_terms)) as template:
+        last_scored = None if batch else chain_steps(loop.batch, templates, values)
         update = call_step(loop.trainer, templates, values)
-        if scored:
-            scored >> update
+        if last_scored is not None:
+            last_scored >> update
         trained = {name: Output(update, output_of(wire)) for name, wire in loop.carry.items()}
-        done = [update]
+        working = [update]
         if batch:
-            sampled = {**build_input_tags(loop.values_of(loop.batch)), "iteration": after}
-            done.append(batch(name="ahead", arguments=sampled, when=more))
-        given = {"iteration": after, **trained, **build_input_tags((*loop.constants, "endpoint"))}
-        ahead: Any = g.tasks.ahead  # it has outputs if it ran
-        ran = ahead.status == "Succeeded"
-        given |= {k: f"{ran.check(ahead.outputs.parameters[k], C('')):=}" for k in batched}
-        following = made(name="next", arguments=given, when=more)
+            sampled = build_input_tags(loop.values_of(loop.batch))
+            sampled["iteration"] = next_number
+            working.append(batch(name="ahead", arguments=sampled, when=goes_on_here))
+        arguments: dict[str, str] = {"iteration": next_number}
+        arguments |= trained
+        arguments |= build_input_tags(loop.constants)
+        arguments |= build_input_tags(["endpoint"])
+        for name in batch_names:
+            output: Any = g.tasks.ahead.outputs.parameters[name]
+            arguments[name] = build_optional_output("ahead", output)
+        following = template(name="next", arguments=arguments, when=goes_on_here)
         if evaluate_every:
-            when: Any = number.as_int() % evaluate_every == 0
-            check = call_step(loop.check, templates, {**values, **trained}, when=f"{when:=}")
-            done >> check  # a server holds one version at a time
+            is_due: Any = number.as_int() % evaluate_every == 0
+            check = call_step(loop.check, templates, values | trained, when=f"{is_due:=}")
+            # A server holds one version at a time.
+            working >> check
             following.depends = f"{update.name} && ({check.name}.Succeeded || {check.name}.Skipped)"
         else:
-            done >> following
-    return made
+            working >> following
+    return template
+
+
+def build_optional_output(task: str, output: Any) -> str:
+    """Return the tag of an output of a task that may be skipped: it is empty then."""
+    task_term: Any = build_term(g.tasks, task)
+    has_run = task_term.status == "Succeeded"
+    return f"{has_run.check(output, C('')):=}"
 
 
 def pod_template(
@@ -214,7 +279,20 @@ def pod_template(
     limit = [str(per_pod)]
     if per_pod == "auto":
         limit = ["{{workflow.parameters.per-workflow}}", "--auto"]
-    passed = {name: input_tag(name) for name in inputs} | dict(values)
+    args = [
+        "--loop",
+        loop.model_dump_json(exclude_defaults=True),
+        "--run",
+        RUN,
+        "--iterations",
+        "{{workflow.parameters.iterations}}",
+        "--per-pod",
+    ]
+    args += limit
+    args += ["--target-reward", "{{workflow.parameters.target-reward}}"]
+    initial_values = build_input_tags(inputs) | dict(values)
+    for name, value in initial_values.items():
+        args += ["--value", f"{name}={value}"]
     container = Container(
         name=pod.template,
         inputs=[Parameter(name=name) for name in inputs],
@@ -222,19 +300,7 @@ def pod_template(
             Parameter(name=name, value_from=ValueFrom(path=f"{OUTPUTS}/{name}")) for name in outputs
         ],
         command=["python", "-m", PROGRAM],
-        args=[
-            "--loop",
-            loop.model_dump_json(exclude_defaults=True),
-            "--run",
-            RUN,
-            "--iterations",
-            "{{workflow.parameters.iterations}}",
-            "--per-pod",
-            *limit,
-            "--target-reward",
-            "{{workflow.parameters.target-reward}}",
-            *(word for name, value in passed.items() for word in ("--value", f"{name}={value}")),
-        ],
+        args=args,
         **retried_pod_fields("rollout", pod.resource_role, cluster, resources=pod.resources),
     )
     add_lease_sidecar(container, cluster, role_of("rollout"))
@@ -243,50 +309,48 @@ def pod_template(
 
 def iterations_template(loop: Loop, plan: RunPlan, config: LoopPipelineConfig) -> Container:
     """Return the template of a pod that runs several iterations of a pipeline's loop."""
-    looped = plan.loop
-    assert looped and looped.pod, "the iterations have a pod"
+    loop_plan = plan.loop
+    assert loop_plan and loop_plan.pod, "the iterations have a pod"
     container = pod_template(
-        looped.build_pod_loop(plan.stages),
+        loop_plan.build_pod_loop(plan.stages),
         loop.inputs,
         loop.pod_outputs,
         config.published(RUN),
-        per_pod=looped.iterations_per_pod,
-        pod=looped.pod,
+        per_pod=loop_plan.iterations_per_pod,
+        pod=loop_plan.pod,
         cluster=config.cluster,
     )
     if config.engine.server:
         mount_token(container)
     elif not config.engine.capabilities.in_process:
-        container.labels = {**(container.labels or {}), CLIENT_LABEL: "true"}
+        label_client(container)
     return container
 
 
 def build_pods(loop: Loop, pod: Any) -> Any:
-    """Build the template `loop` with several iterations in a pod: it calls the container `pod`, and then itself."""
-    ended = g.tasks.iterations.outputs.parameters
-    with build_dag(
-        "loop", loop.inputs, last_outputs({name: ended[name] for name in loop.pod_outputs})
-    ) as made:
+    """Build the template `loop` with several iterations in a pod: it calls the container `pod`, and
+    then itself.
+    """
+    results = g.tasks.iterations.outputs.parameters
+    outputs = build_last_outputs({name: results[name] for name in loop.pod_outputs})
+    with build_dag("loop", loop.inputs, outputs) as template:
         work = pod(name="iterations", arguments=build_input_tags(loop.inputs))
-        following = {
-            "iteration": f"{ended.iteration.as_int() + 1:=}",
-            **{k: Output(work, k) for k in loop.carry},
-        }
-        more = build_same_workflow_condition(
-            ended.iteration, build_term(ended, output_of(loop.reward))
-        )
-        work >> made(
-            name="next", arguments={**build_input_tags(loop.inputs), **following}, when=f"{more:=}"
-        )
-    return made
+        arguments = build_input_tags(loop.inputs)
+        arguments["iteration"] = f"{results.iteration.as_int() + 1:=}"
+        arguments |= {name: Output(work, name) for name in loop.carry}
+        reward = build_term(results, output_of(loop.reward))
+        condition = build_same_workflow_condition(results.iteration, reward)
+        work >> template(name="next", arguments=arguments, when=f"{condition:=}")
+    return template
 
 
 def build_continue_template(
     entrypoint: str, arguments: Sequence[str], cluster: Cluster
 ) -> Container:
-    """Build the step ``continue``, which starts the run's next workflow at the template `entrypoint`."""
-    passed = [f"{name}={input_tag(name)}" for name in arguments]
-    own = [
+    """Build the step ``continue``, which starts the run's next workflow at the template
+    `entrypoint`, with these inputs of its own as `arguments`.
+    """
+    args = [
         "--workflow",
         "{{workflow.name}}",
         "--namespace",
@@ -294,70 +358,80 @@ def build_continue_template(
         "--entrypoint",
         entrypoint,
     ]
+    args += [f"{name}={input_tag(name)}" for name in arguments]
+    next_name = ValueFrom(path=f"{OUTPUTS}/{NEXT}")
     return Container(
         name="continue",
         inputs=[Parameter(name=name) for name in arguments],
-        outputs=[
-            Parameter(name=NEXT, global_name=NEXT, value_from=ValueFrom(path=f"{OUTPUTS}/{NEXT}"))
-        ],
+        # As a global parameter it is found in a workflow's status, whichever task has put it there.
+        outputs=[Parameter(name=NEXT, global_name=NEXT, value_from=next_name)],
         command=["python", "-m", "tuneloop.cluster.continue_run"],
-        args=[*own, *passed],
+        args=args,
         **step_fields("tuneloop-continue", cluster),
     )
 
 
 def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> Any:
-    """Make the template `part`: one workflow's part of the loop; then the next workflow, or the end of the run."""
+    """Build the template `part`: one workflow's part of the loop; then the next workflow, or the
+    end of the run. The template `continued`, where the next workflow starts, comes with it.
+    """
     proceed = build_continue_template(CONTINUED, loop.passed, config.cluster)
-    ended = g.tasks.loop.outputs.parameters
-    more = build_loop_condition(ended.iteration, build_term(ended, output_of(loop.reward)))
+    results = g.tasks.loop.outputs.parameters
+    reward = build_term(results, output_of(loop.reward))
+    condition = build_loop_condition(results.iteration, reward)
+    steps_by_name = {f"{loop.check.name}-after": loop.check}
+    steps_by_name |= {step.name: step for step in loop.finish}
     with build_dag("part", loop.inputs) as part:
         repeat = templates["loop"](name="loop", arguments=build_input_tags(loop.inputs))
         trained = {name: Output(repeat, name) for name in loop.carry}
-        following = {
-            **build_input_tags(loop.constants),
-            "iteration": f"{ended.iteration.as_int() + 1:=}",
-            **trained,
-        }
-        repeat >> proceed(name="continue", arguments=following, when=f"{more:=}")
-        values = {**build_input_tags(loop.inputs), **trained}
-        before = repeat
+        arguments = build_input_tags(loop.constants)
+        arguments["iteration"] = f"{results.iteration.as_int() + 1:=}"
+        arguments |= trained
+        repeat >> proceed(name="continue", arguments=arguments, when=f"{condition:=}")
+        values = build_input_tags(loop.inputs) | trained
+        last = repeat
         # One after the other: a server holds one version at a time.
-        for step, name in (
-            (loop.check, f"{loop.check.name}-after"),
-            *((step, step.name) for step in loop.finish),
-        ):
+        for name, step in steps_by_name.items():
             if step.name in templates:
-                before = before >> call_once(step, templates, values, name, when=f"{~P(more):=}")
-                ran: Any = build_term(g.tasks, name).status == "Succeeded"
-                values |= {
-                    each: f"{ran.check(output_term(name, output_of(each)), C('')):=}"
-                    for each in step.outputs
-                }
+                task = call_once(step, templates, values, name, when=f"{~P(condition):=}")
+                last >> task
+                last = task
+                for wire in step.outputs:
+                    output = output_term(name, output_of(wire))
+                    values[wire] = build_optional_output(name, output)
     with build_dag(CONTINUED, loop.passed):
-        server, endpoint = call_server(templates, config, input_tag("policy"))
-        server >> part(
-            name="part", arguments={**build_input_tags(loop.passed), "endpoint": endpoint}
-        )
+        servers, endpoint = call_server(templates, config, input_tag("policy"))
+        arguments = build_input_tags(loop.passed)
+        arguments["endpoint"] = endpoint
+        servers >> part(name="part", arguments=arguments)
     return part
 
 
 def call_server(
     templates: Templates, config: LoopPipelineConfig, policy: str
 ) -> tuple[list[Any], str]:
-    """Create the tasks of the engine's rollout servers, if there are any; return them and their endpoint. They boot
-    with `policy`; servers that pull find the latest version themselves."""
+    """Create the tasks of the engine's rollout servers, if there are any.
+
+    Args:
+        templates: that of the servers is among them, if the run starts any.
+        config: the pipeline's.
+        policy: with which they boot; servers that pull find the latest version themselves.
+
+    Returns:
+        The tasks, and the endpoint of what samples.
+    """
     server = config.engine.server
     if server is None or SERVER not in templates:
         return [], config.engine.endpoint_url
-    given = {} if config.engine.publication else {"policy": policy}
-    count = server.replicas
-    calls = (
-        {f"{SERVER}-{i}": {**given, "replica": str(i)} for i in range(1, count + 1)}
-        if count > 1
-        else {SERVER: given}
-    )
-    tasks = [templates[SERVER](name=name, arguments=arguments) for name, arguments in calls.items()]
+    boot = {} if config.engine.publication else {"policy": policy}
+    arguments_by_task = {SERVER: boot}
+    if server.replicas > 1:
+        arguments_by_task = {
+            f"{SERVER}-{i}": boot | {"replica": str(i)} for i in range(1, server.replicas + 1)
+        }
+    tasks: list[Any] = []
+    for name, arguments in arguments_by_task.items():
+        tasks.append(templates[SERVER](name=name, arguments=arguments))
     return tasks, ",".join(f"http://{task.ip}:{server.port}" for task in tasks)
 
 
@@ -368,15 +442,21 @@ def call_loop(
     boot: Output,
     values: Mapping[str, Output],
 ) -> None:
-    """Evaluate the policy, then loop; to be called inside the main DAG. The server boots with the checkpoint
-    `boot` while the loop's policy may still be trained, unless both want the same device."""
-    server, endpoint = call_server(templates, config, boot)
+    """Evaluate the policy, then loop; to be called inside the main DAG.
+
+    The server boots with the checkpoint `boot` while the loop's policy may still be trained, unless
+    both want the same device.
+    """
+    servers, endpoint = call_server(templates, config, boot)
     start: Any = values["policy"].task
-    given = {**values, "endpoint": endpoint, "iteration": "1"}
-    before = call_once(loop.check, templates, given, f"{loop.check.name}-before")
-    first = templates["part"](
-        name="part", arguments={name: given[name] for name in loop.values_of(loop.steps)}
-    )
+    arguments: dict[str, str] = dict(values)
+    arguments["endpoint"] = endpoint
+    arguments["iteration"] = "1"
+    before = call_once(loop.check, templates, arguments, f"{loop.check.name}-before")
+    part_arguments = {name: arguments[name] for name in loop.values_of(loop.steps)}
+    first = templates["part"](name="part", arguments=part_arguments)
     is_colocated = bool(config.engine.server and config.engine.server.colocate)
-    (start if is_colocated else boot.task) >> server
-    [start, *server] >> before >> first
+    (start if is_colocated else boot.task) >> servers
+    awaited = [start]
+    awaited += servers
+    awaited >> before >> first

@@ -1,18 +1,19 @@
 """Estimate the memory of a stage's pod, from its parameters and the model's shape.
 
-Memory of training, bytes a parameter: `tuneloop.argo.training_memory`, divided by the pods that FSDP shards over.
-Activations a layer and token: those that torch saves for the backward pass (`count_layer_bytes`); with
-gradient checkpointing, the input of each layer (4 × hidden), and one whole layer. Logits: 4 bytes each,
-and their gradient, for as many as exist at once. KV cache a token: 2 × layers × KV heads × head size ×
-bytes a number.
+Memory of training, bytes a parameter: `tuneloop.argo.training_memory`, divided by the pods that
+FSDP shards over. Activations a layer and token: those that torch saves for the backward pass
+(`count_layer_bytes`); with gradient checkpointing, the input of each layer (4 × hidden), and one
+whole layer. Logits: 4 bytes each, and their gradient, for as many as exist at once. KV cache a
+token: 2 × layers × KV heads × head size × bytes a number.
 
-On a CPU, and for a server with `engine.snapshot`, a pod requests this memory and that of its programs
-(`compute_memory_request`). With a GPU, which holds these, it requests memory for its programs, and one copy of weights
-and optimizer state on their way from or to the store."""
+On a CPU, and for a server with `engine.snapshot`, a pod requests this memory and that of its
+programs (`compute_memory_request`). With a GPU, which holds these, it requests memory for its
+programs, and one copy of weights and optimizer state on their way from or to the store.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.argo.training_memory import TRAINED_BYTES, WEIGHT_BYTES
@@ -31,16 +32,24 @@ from tuneloop.workflow.settings import UNKNOWN, Share
 
 CPU_POOL = 1 << 30
 """Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
-PROGRAM = {"server": 3 << 30, "gpu": 8 << 30, "": 1 << 30}
-"""Bytes of a process without its model: vLLM's server (it ran in 4 GiB with its KV cache), any process with a GPU (for
-CUDA's libraries and pinned buffers, not measured), one with torch (a peak of 0.5 GiB on a CPU, plus a reserve)."""
+SERVER_PROGRAM = 3 << 30
+"""Bytes of vLLM's server without its model: it ran in 4 GiB with its KV cache."""
+GPU_PROGRAM = 8 << 30
+"""Bytes of any process with a GPU, for CUDA's libraries and pinned buffers; not measured."""
+TORCH_PROGRAM = 1 << 30
+"""Bytes of a process with torch: a peak of 0.5 GiB on a CPU, plus a reserve."""
 STEP = 1 << 28
 """Memory is requested in multiples of this."""
 SEQUENCES = 256
 """Sequences that vLLM computes at once at most, unless told otherwise (its ``max_num_seqs``)."""
 Pod = TypeVar("Pod", bound=PodPlan)
-Part = tuple[str, float]
-"""A part of a pod's memory: its description and its bytes."""
+
+
+class Part(NamedTuple):
+    """A part of a pod's memory: its terms as text, and its bytes."""
+
+    text: str
+    size: float
 
 
 def model_of(pods: Iterable[PodPlan]) -> Model | str:
@@ -50,48 +59,50 @@ def model_of(pods: Iterable[PodPlan]) -> Model | str:
 
 
 def facts_of(pods: Iterable[PodPlan]) -> ModelFacts | None:
-    """Return what is known of the model of the stage `base_model`; None where there is no such stage."""
-    base: StagePlan | None = None
+    """Return what is known of the model of the stage `base_model`; None where there is no such
+    stage.
+    """
     for pod in pods:
         if isinstance(pod, StagePlan) and pod.component is base_model:
-            base = pod
-            break
-    if base is None:
-        return None
-    parameters = base.parameters
-    return read_model_facts(
-        parameters.get("model", TINY[0]),
-        parameters.get("revision"),
-        adapter_base=parameters.get("adapter_base"),
-        vocab_size=parameters.get("vocab_size") or None,
-        max_position_embeddings=parameters.get("max_position_embeddings") or None,
-    )
+            parameters = pod.parameters
+            return read_model_facts(
+                parameters.get("model", TINY[0]),
+                parameters.get("revision"),
+                adapter_base=parameters.get("adapter_base"),
+                vocab_size=parameters.get("vocab_size") or None,
+                max_position_embeddings=parameters.get("max_position_embeddings") or None,
+            )
+    return None
 
 
 def count_adapter_parameters(stage: StagePlan, model: Model) -> int | None:
-    """Count a stage's LoRA parameters, ``r × (inputs + outputs)`` an adapter; None where its layers are not known."""
+    """Count a stage's LoRA parameters, ``r × (inputs + outputs)`` an adapter; None where its layers
+    are not known.
+    """
     options = stage.parameters.get("lora")
     if options is None:
         return 0
     lora = Lora(**options)
     targets = model.linears if lora.target_modules == "all-linear" else lora.target_modules
+    # A text is a pattern of peft's, which only the loaded model can resolve.
     if not model.linears or isinstance(targets, str) or not set(targets) <= model.linears.keys():
         return None
-    return model.layers * lora.r * sum(sum(model.linears[name]) for name in set(targets))
+    width = sum(sum(model.linears[name]) for name in set(targets))
+    return model.layers * lora.r * width
 
 
 def count_batch_sequences(stage: StagePlan) -> float | None:
-    """Count the sequences of a rank's step: a pair of preferences has two. None where the batch is not known."""
+    """Count the sequences of a rank's step: a pair of preferences has two. None where the batch is
+    not known.
+    """
     batch = stage.number("per_device_train_batch_size")
     if not batch:
         return None
-    component = stage.component
-    if component is None:
-        return batch
     sequences = 1
-    for model in component.options.values():
-        if issubclass(model, TrainerOptions):
-            sequences = max(sequences, model.sequences)
+    if stage.component:
+        for options in stage.component.options.values():
+            if issubclass(options, TrainerOptions):
+                sequences = max(sequences, options.sequences)
     return batch * sequences
 
 
@@ -112,47 +123,68 @@ def estimate_memory_parts(pod: PodPlan, model: Model, context: int | None) -> li
     if pod.role in ("sampler", "evaluator") and pod.parameters.get("engine") == "transformers":
         return _estimate_sampling(pod, model, context)
     if _only_holds(pod):
-        return [(f"{model.parameters:,} × 4 weights", float(model.parameters * WEIGHT_BYTES))]
+        return [_estimate_weights(model, WEIGHT_BYTES)]
     return []
 
 
 def is_memory_estimate_complete(pod: PodPlan, model: Model, context: int | None) -> bool:
-    """Return whether `estimate_memory_parts` covers all parts, which needs a limit on the length of sequences."""
+    """Return whether `estimate_memory_parts` covers all parts, which needs a limit on the length of
+    sequences.
+    """
     if not isinstance(pod, StagePlan):
         return isinstance(pod, ServerPlan)
     if pod.role == "trainer":
         has_limit = bool(pod.number("max_length") or context)
         has_batch = bool(pod.number("per_device_train_batch_size"))
         is_counted = count_adapter_parameters(pod, model) is not None
+        # How another backend spends memory is its own affair.
         return has_limit and has_batch and is_counted and pod.backend == NATIVE
     return _only_holds(pod) or context is not None
 
 
 def _only_holds(stage: StagePlan) -> bool:
-    """Say whether a stage needs little memory besides a model's weights: it computes with torch, but does not train."""
+    """Say whether a stage needs little memory besides a model's weights: it computes with torch,
+    but does not train.
+    """
     component = stage.component
     return component is not None and component.image == "trainer" and stage.role != "trainer"
 
 
 def compute_memory_request(pods: Sequence[PodPlan], parts: Sequence[Part]) -> int:
-    """Compute the bytes to request for a pod that runs the stages of `pods` one after another and holds `parts`."""
-    kinds = [_choose_kind(pod) for pod in pods]
+    """Compute the bytes to request for a pod that runs the stages of `pods` one after another and
+    holds `parts`.
+    """
     ranks = [pod.ranks if isinstance(pod, StagePlan) else 1 for pod in pods]
-    program = max(PROGRAM[kind] * count for kind, count in zip(kinds, ranks))
-    torchrun = PROGRAM[""] / 2 if max(ranks) > 1 else 0
-    # vLLM drops its cache before it sleeps; a server that does not sleep keeps it in the snapshot.
-    servers = [pod for pod in pods if isinstance(pod, ServerPlan)]
-    awake = [server for server in servers if not server.engine_args.get("enable_sleep_mode")]
-    is_on_host = "gpu" not in kinds or any(server.engine_args.get("snapshot") for server in awake)
-    states = [size for text, size in parts if is_on_host or "weights" in text]
-    return math.ceil((program + torchrun + sum(states)) / STEP) * STEP
+    programs = max(_choose_program(pod) * count for pod, count in zip(pods, ranks))
+    # torchrun itself imports torch, and computes nothing.
+    launcher = TORCH_PROGRAM / 2 if max(ranks) > 1 else 0
+    is_on_host = _keeps_cache_on_host(pods) or not any(pod.resources.accelerators for pod in pods)
+    states = sum(size for text, size in parts if is_on_host or "weights" in text)
+    return math.ceil((programs + launcher + states) / STEP) * STEP
 
 
-def _choose_kind(pod: PodPlan) -> str:
-    """Return the key of `PROGRAM` for a pod's process."""
+def _choose_program(pod: PodPlan) -> int:
+    """Return the bytes of a pod's process without its model."""
     if pod.resources.accelerators:
-        return "gpu"
-    return "server" if isinstance(pod, ServerPlan) else ""
+        return GPU_PROGRAM
+    return SERVER_PROGRAM if isinstance(pod, ServerPlan) else TORCH_PROGRAM
+
+
+def _keeps_cache_on_host(pods: Sequence[PodPlan]) -> bool:
+    """Say whether one of the pods is a server whose snapshot holds its KV cache."""
+    # vLLM drops its cache before it sleeps; a server that does not sleep keeps it in the snapshot.
+    options = [pod.engine_args for pod in pods if isinstance(pod, ServerPlan)]
+    return any(item.get("snapshot") and not item.get("enable_sleep_mode") for item in options)
+
+
+def _estimate_weights(model: Model, width: int, pods: int = 1) -> Part:
+    """Estimate weights of `width` bytes each, of which each of `pods` holds its share."""
+    text = f"{model.parameters:,} × {width} weights{_describe_pods(pods)}"
+    return Part(text, model.parameters * width / pods)
+
+
+def _describe_pods(pods: int) -> str:
+    return f" / {pods} pods" if pods > 1 else ""
 
 
 def _estimate_training(stage: StagePlan, model: Model, context: int | None) -> list[Part]:
@@ -165,23 +197,25 @@ def _estimate_training(stage: StagePlan, model: Model, context: int | None) -> l
 
 
 def _estimate_states(stage: StagePlan, model: Model) -> list[Part]:
-    """Estimate the weights, gradients and moments that a trainer holds, and the weights of its reference."""
-    count = model.parameters
-    pods = f" / {stage.nodes} pods" if stage.nodes > 1 else ""
-    states = "(4 weights + 4 gradients + 8 Adam)"
-    weights = count * WEIGHT_BYTES / stage.nodes
-    parts: list[Part] = []
+    """Estimate the weights, gradients and moments that a trainer holds, and the weights of its
+    reference.
+    """
     adapters = count_adapter_parameters(stage, model)
-    if adapters == 0:
-        parts.append((f"{count:,} × {states}{pods}", count * TRAINED_BYTES / stage.nodes))
-    else:
-        parts.append((f"{count:,} × 4 weights{pods}", weights))
-    if adapters:
-        text = f"adapters' {adapters:,} × {states}{pods}"
-        parts.append((text, adapters * TRAINED_BYTES / stage.nodes))
-    algorithm: dict[str, object] = stage.parameters.get("algorithm_args", {})
+    # Without adapters the weights themselves are trained.
+    subject = "" if adapters == 0 else "adapters' "
+    trained = model.parameters if adapters == 0 else adapters
+    weights = _estimate_weights(model, WEIGHT_BYTES, stage.nodes)
+    parts: list[Part] = []
+    if adapters != 0:
+        parts.append(weights)
+    if trained:
+        text = f"{subject}{trained:,} × (4 weights + 4 gradients + 8 Adam)"
+        size = trained * TRAINED_BYTES / stage.nodes
+        parts.append(Part(text + _describe_pods(stage.nodes), size))
+    algorithm = stage.parameters.get("algorithm_args", {})
     if "reference" in stage.wired and algorithm.get("beta"):
-        parts.append((f"{count:,} × 4 weights of the reference{pods}", weights))
+        text = f"{model.parameters:,} × 4 weights of the reference{_describe_pods(stage.nodes)}"
+        parts.append(Part(text, weights.size))
     return parts
 
 
@@ -195,71 +229,83 @@ def _estimate_step(stage: StagePlan, model: Model, sequences: float, length: flo
     if is_checkpointed:
         layers = f"({model.layers} layers × {4 * model.hidden:,} + {layer:,} of one)"
     ranks = f" × {stage.ranks} ranks" if stage.ranks > 1 else ""
-    activations = tokens * count_activation_bytes(model, is_checkpointed, dtype)
-    text = f"{sequences:g} × {length:g} tokens × {layers}{ranks} activations"
-    logits = tokens * model.vocab
+    activations = tokens * count_activation_bytes(model, is_checkpointed, dtype) * stage.ranks
+    # The trainer computes the logits in parts that are no larger than this.
     largest = GPU_LOGITS if stage.resources.accelerators else LOGITS
-    terms = f"{sequences:g} × {length:g} × {model.vocab}" if logits <= largest else f"{largest:,}"
+    logits = tokens * model.vocab
+    terms = f"{sequences:g} × {length:g} × {model.vocab}"
+    if logits > largest:
+        logits = largest
+        terms = f"{largest:,}"
     return [
-        (text, activations * stage.ranks),
-        (f"{terms} logits at once × 8{ranks}", min(logits, largest) * 8 * stage.ranks),
+        Part(f"{sequences:g} × {length:g} tokens × {layers}{ranks} activations", activations),
+        Part(f"{terms} logits at once × 8{ranks}", logits * 8 * stage.ranks),
     ]
 
 
 def _estimate_server(server: ServerPlan, model: Model) -> list[Part]:
     options = server.engine_args
-    parts = [(f"{model.parameters:,} × 2 weights", float(model.parameters * 2))]
+    parts = [_estimate_weights(model, 2)]
+    # On a GPU vLLM takes what its memory leaves, unless it is told a size.
     if not server.resources.accelerators or "kv_cache_memory_bytes" in options:
         pool = int(options.get("kv_cache_memory_bytes", CPU_POOL))
         tokens = pool // model.kv_bytes
-        parts.append((f"KV cache pool of {tokens:,} tokens × {model.kv_bytes}", float(pool)))
+        parts.append(Part(f"KV cache pool of {tokens:,} tokens × {model.kv_bytes}", pool))
     return parts
 
 
 def _estimate_sampling(stage: StagePlan, model: Model, context: int | None) -> list[Part]:
     # transformers computes on a CPU in float32.
     width = 2 if stage.resources.accelerators else 4
-    parts = [(f"{model.parameters:,} × {width} weights", float(model.parameters * width))]
-    largest = int(stage.engine_args.get("max_num_seqs", SEQUENCES))
-    sizes = map(stage.number, ("oversampled_prompts", "prompts_per_iteration", "limit"))
-    prompts = next(filter(None, sizes), largest)
-    sequences = min(largest, prompts * (stage.number("n") or 1))
+    parts = [_estimate_weights(model, width)]
     if context:
+        largest = int(stage.engine_args.get("max_num_seqs", SEQUENCES))
+        prompts: float = largest
+        # The setting that says most precisely how many prompts a batch has.
+        for name in ("oversampled_prompts", "prompts_per_iteration", "limit"):
+            number = stage.number(name)
+            if number:
+                prompts = number
+                break
+        sequences = min(largest, prompts * (stage.number("n") or 1))
         token_bytes = model.kv_bytes * width // 2
         text = f"{sequences:g} × {context} tokens × {token_bytes} KV cache"
-        parts.append((text, sequences * context * token_bytes))
+        parts.append(Part(text, sequences * context * token_bytes))
     return parts
 
 
 def context_of(pods: Iterable[PodPlan]) -> int | None:
-    """Return the maximum tokens of a prompt and its completion in the engine: vLLM's ``max_model_len``."""
+    """Return the maximum tokens of a prompt and its completion in the engine: vLLM's
+    ``max_model_len``.
+    """
     limits: list[int] = []
     for pod in pods:
-        if isinstance(pod, StagePlan | ServerPlan):
-            limit = pod.engine_args.get("max_model_len")
-            if limit:
-                limits.append(int(limit))
+        if isinstance(pod, StagePlan | ServerPlan) and pod.engine_args.get("max_model_len"):
+            limits.append(int(pod.engine_args["max_model_len"]))
     return max(limits, default=None)
 
 
 def plan_memory(plan: RunPlan, share: Share | None) -> RunPlan:
-    """Return the plan with the memory of pods that have no limit yet, since the memory of their role is ``auto``.
+    """Return the plan with the memory of pods that have no limit yet, since the memory of their
+    role is ``auto``.
 
-    Request and limit are set to the estimate. If the estimate is incomplete, only the request is set, and if there is
-    none, neither is, since a guess must not kill a pod.
+    Request and limit are set to the estimate. If the estimate is incomplete, only the request is
+    set, and if there is none, neither is, since a guess must not kill a pod.
 
     Raises:
         UserError: the model's configuration cannot be read.
     """
     if all(pod.resources.memory_limit for pod in plan.pods):
         return plan
-    processes = [*plan.stages.values(), *plan.servers.values()]
+    processes: list[StagePlan | ServerPlan] = list(plan.stages.values())
+    processes += plan.servers.values()
     model = model_of(processes)
     if not isinstance(model, Model):
         return plan
     context = context_of(processes)
 
     def estimate(pod: Pod, inner: Sequence[PodPlan]) -> Pod:
+        """Return the pod with memory for the stages or the server that run in it."""
         if pod.resources.memory_limit:
             return pod
         parts: list[Part] = []
@@ -272,12 +318,8 @@ def plan_memory(plan: RunPlan, share: Share | None) -> RunPlan:
         amount = compute_memory_request(inner, parts)
         return _request_memory(pod, amount, is_complete, share)
 
-    stages: dict[str, StagePlan] = {}
-    for name, stage in plan.stages.items():
-        stages[name] = estimate(stage, [stage])
-    servers: dict[str, ServerPlan] = {}
-    for name, server in plan.servers.items():
-        servers[name] = estimate(server, [server])
+    stages = {name: estimate(stage, [stage]) for name, stage in plan.stages.items()}
+    servers = {name: estimate(server, [server]) for name, server in plan.servers.items()}
     loop = plan.loop
     if loop and loop.pod:
         pod = estimate(loop.pod, [plan.stages[name] for name in loop.stages])
@@ -290,15 +332,22 @@ def plan_memory(plan: RunPlan, share: Share | None) -> RunPlan:
 
 
 def _request_memory(pod: Pod, amount: int, is_complete: bool, share: Share | None) -> Pod:
-    """Return a pod that requests `amount` bytes, and has this limit if the estimate `is_complete`. Otherwise the
-    request is at least the default. What a run asks for in `cluster.share.request` is kept if it is less."""
-    resources = pod.resources
+    """Return a pod that requests memory.
+
+    Args:
+        pod: without a limit.
+        amount: bytes.
+        is_complete: whether the amount covers all that the pod holds: only then it is the limit,
+            too, and only then the request may be less than the default.
+        share: a request of its own in `cluster.share.request` is kept if it is less.
+    """
     text = f"{amount >> 20}Mi"
     update: dict[str, str] = {}
     if is_complete:
         update["memory_limit"] = text
-    smaller = share.request if share and pod.resource_role != "cpu" else ""
-    is_small = bool(smaller) and amount >= parse_resource_quantity(smaller)
-    if not is_small and (is_complete or amount > parse_resource_quantity(UNKNOWN)):
+    shared_request = share.request if share and pod.resource_role != "cpu" else ""
+    keeps_request = bool(shared_request) and amount >= parse_resource_quantity(shared_request)
+    is_large = amount > parse_resource_quantity(UNKNOWN)
+    if not keeps_request and (is_complete or is_large):
         update["memory_request"] = text
-    return pod.model_copy(update={"resources": resources.model_copy(update=update)})
+    return pod.model_copy(update={"resources": pod.resources.model_copy(update=update)})

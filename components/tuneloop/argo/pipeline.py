@@ -42,8 +42,8 @@ def build_workflow(
         loop: what repeats some of them.
 
     Raises:
-        UserError: a step of the loop is not among the stages, or two of them are drawn under one name; and as
-            `plan_run`.
+        UserError: a step of the loop is not among the stages, or two of them are drawn under one
+            name; and as `plan_run`.
     """
     plan = plan_run(name, config, specs, loop)
     limits = read_limits(config.loop) if loop else {}
@@ -56,9 +56,9 @@ def build_workflow(
                 draw(Tasks(config, templates, loop))
         except NodeNameConflict as error:
             # A task of the pipeline has the name of one that the loop draws itself.
-            taken = str(error).rpartition(": ")[2]
+            task = str(error).rpartition(": ")[2]
             remedy = "is the name of two stages that are drawn: give one of them another name"
-            raise UserError("stages", taken, remedy) from None
+            raise UserError("stages", task, remedy) from None
     return workflow
 
 
@@ -74,11 +74,22 @@ def read_limits(loop: LoopConfig) -> JsonObject:
 def build_templates(
     plan: RunPlan, config: Any, specs: Sequence[StageSpec], loop: Loop | None
 ) -> JsonObject:
-    """Build the templates: each stage that has a pod of its own, the rollout server before the loop's stages, and the
-    loop after them."""
+    """Build the templates: each stage that has a pod of its own, the rollout server before the
+    loop's stages, and the loop after them.
+
+    Args:
+        plan: what the pipeline runs.
+        config: its settings.
+        specs: its stages.
+        loop: what repeats some of them.
+
+    Returns:
+        Name → Hera's template.
+    """
     components = {spec.component.template: spec.component for spec in specs}
-    looped = plan.loop
-    inner = looped.stages if looped and looped.pod else []
+    loop_plan = plan.loop
+    # Stages that a pod of iterations runs have no template of their own.
+    inner = loop_plan.stages if loop_plan and loop_plan.pod else []
     templates: JsonObject = {}
 
     def add(name: str) -> None:
@@ -87,13 +98,15 @@ def build_templates(
             templates[name] = stage_template(components[name], plan.stages[name], config.cluster)
 
     for name in components:
-        if looped and name == looped.stages[0] and SERVER in plan.servers:
+        if loop_plan and name == loop_plan.stages[0] and SERVER in plan.servers:
             templates[SERVER] = server_template(plan.servers[SERVER], config.cluster)
         add(name)
-        if loop and looped and name == looped.trainer:
-            for stage in (looped.check.stage, *looped.stages):
+        if loop and loop_plan and name == loop_plan.trainer:
+            # The loop calls the templates of its stages, so they come first.
+            add(loop_plan.check.stage)
+            for stage in loop_plan.stages:
                 add(stage)
-            if looped.pod:
+            if loop_plan.pod:
                 templates["loop"] = build_pods(loop, iterations_template(loop, plan, config))
             else:
                 templates["loop"] = build_loop(loop, templates, config)
@@ -101,28 +114,32 @@ def build_templates(
 
 
 class Tasks:
-    """Draws the stages of a pipeline as tasks of the enclosing DAG; each depends on those whose outputs it takes."""
+    """Draws the stages of a pipeline as tasks of the enclosing DAG; each depends on those whose
+    outputs it takes.
+    """
 
     def __init__(self, config: Any, templates: Templates, loop: Loop | None) -> None:
         self.config = config
         self._templates = templates
         self._loop = loop
-        self._before: dict[str, set[str]] = {}
+        # Task → all tasks that it waits for, also through others.
+        self._ancestors: dict[str, set[str]] = {}
 
     def stage(self, component: Component, name: str = "", **inputs: Output) -> Outputs:
         name = name or component.template
-        check_drawing(component, name, self._templates, self._before)
-        arguments = {
-            to_kebab_case(k): value
-            for k, value in {**inputs, component.output: f"{RUN}/{name}"}.items()
-        }
+        check_drawing(component, name, self._templates, self._ancestors)
+        arguments: dict[str, str] = {to_kebab_case(key): value for key, value in inputs.items()}
+        arguments[to_kebab_case(component.output)] = f"{RUN}/{name}"
         task = self._templates[component.template](name=name, arguments=arguments)
-        parents = {value.task.name: value.task for value in inputs.values()}
-        implied = {each for parent in parents for each in self._before[parent]}
+        parents = {str(value.task.name): value.task for value in inputs.values()}
+        implied: set[str] = set()
         for parent in parents:
+            implied |= self._ancestors[parent]
+        for parent, parent_task in parents.items():
+            # An edge that follows from others would only make the graph harder to read.
             if parent not in implied:
-                parents[parent] >> task
-        self._before[name] = {*parents, *implied}
+                parent_task >> task
+        self._ancestors[name] = implied.union(parents)
         return Outputs(lambda output: Output(task, to_kebab_case(output)))
 
     def loop(self, serve: Output, **values: Output) -> None:

@@ -14,6 +14,7 @@ from tuneloop.inference.capabilities import Capabilities, find_capabilities
 from tuneloop.workflow.plan import PodResources
 from tuneloop.workflow.settings import (
     AUTO,
+    CLIENT_LABEL,
     GRACE_S,
     SANDBOX,
     TOKEN_KEY,
@@ -31,16 +32,20 @@ CLAIM = "/store"
 TOKENS = "/run/tuneloop/server-token"
 """Where the Secret `TOKEN_SECRET` is mounted."""
 STORE = "tuneloop-store"
-"""ConfigMap and Secret with the store's ``AWS_*`` settings; optional, both."""
+"""ConfigMap and Secret with the store's ``AWS_*`` settings. A pod may lack either."""
 PLAIN = ("AWS_ENDPOINT_URL", "AWS_REGION")
+"""The settings in the ConfigMap."""
 SECRET = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-"""The kind of object, ConfigMap or Secret → its settings."""
+"""The settings in the Secret."""
 PAUSE = "10s"
-"""Pause between attempts. It is constant: ``duration * factor^n`` in 64-bit nanoseconds overflows after some thirty
-attempts (Argo's ``processNodeRetries``). No ``maxDuration``, which counts from the start of the first attempt."""
+"""Pause between attempts. It is constant: ``duration * factor^n`` in 64-bit nanoseconds overflows
+after some thirty attempts (Argo's ``processNodeRetries``). There is no ``maxDuration``, which
+counts from the start of the first attempt.
+"""
 LIMIT = 1000
-"""Limit of attempts, for pods that end before they can count them (`tuneloop.core.attempts`): four preemptions an hour
-for ten days. The controller only respects the pause if there is a limit."""
+"""Limit of attempts, for pods that end before they can count them (`tuneloop.core.attempts`): four
+preemptions an hour for ten days. The controller only respects the pause if there is a limit.
+"""
 SMALL = {"cpu": "50m", "memory": "256Mi", "memory_on_retry": ""}
 """Resources of a pod that only talks to the API server."""
 EXECUTOR = {"requests": {"cpu": "10m", "memory": "64Mi"}}
@@ -70,19 +75,31 @@ TOKEN_SOURCES: list[JsonObject] = [
 """Files of a projected volume with the token of a pod's account."""
 
 
-def read_engine(component: Component, given: JsonMapping) -> Capabilities | None:
-    """Return what the engine can do that a stage samples with, by its parameters; None where it
-    does not sample."""
+def read_engine(component: Component, parameters: JsonMapping) -> Capabilities | None:
+    """Return what the engine can do that a stage samples with; None where it does not sample.
+
+    Args:
+        component: the stage.
+        parameters: those that are set.
+    """
     field = component.Params.model_fields.get("engine")
-    kind = given.get("engine", field and field.default)
+    kind = parameters.get("engine", field and field.default)
     return find_capabilities(kind) if kind else None
 
 
-def find_role(component: Component, given: JsonMapping, wired: Iterable[str] = ()) -> ResourceRole:
-    """Find the resource role of a stage's pod: cpu, if it only calls a server. `wired`: parameters set by the graph."""
-    engine = read_engine(component, given)
-    served = given.get("endpoint") or "endpoint" in wired
-    is_client = engine is not None and (not engine.in_process or (engine.serves and served))
+def find_role(
+    component: Component, parameters: JsonMapping, wired: Iterable[str] = ()
+) -> ResourceRole:
+    """Find the resource role of a stage's pod: cpu, if it only calls a server.
+
+    Args:
+        component: the stage.
+        parameters: those that are set.
+        wired: parameters that the graph sets.
+    """
+    engine = read_engine(component, parameters)
+    has_server = parameters.get("endpoint") or "endpoint" in wired
+    is_client = engine is not None and (not engine.in_process or (engine.serves and has_server))
     if not component.accelerator or is_client:
         return "cpu"
     if component.role == "trainer" or component.role == "scorer":
@@ -91,22 +108,25 @@ def find_role(component: Component, given: JsonMapping, wired: Iterable[str] = (
 
 
 def plan_resources(role: ResourceRole, cluster: Cluster) -> PodResources:
-    """Return what a pod of a role requests, before its memory is estimated (`tuneloop.argo.memory_estimate`)."""
-    own = cluster.resources(role)
+    """Return what a pod of a role requests, before its memory is estimated
+    (`tuneloop.argo.memory_estimate`).
+    """
+    resources = cluster.resources(role)
     share = None if role == "cpu" else cluster.share
     return PodResources(
-        cpu=own.cpu,
-        memory_request=(share and share.request) or own.memory_request,
-        memory_limit=own.memory_limit,
+        cpu=resources.cpu,
+        memory_request=(share and share.request) or resources.memory_request,
+        memory_limit=resources.memory_limit,
         accelerators=cluster.count_gpus(role),
-        shared_memory=own.shm,
+        shared_memory=resources.shm,
     )
 
 
 def pod_fields(
     image: str, role: ResourceRole, cluster: Cluster, resources: PodResources | None = None
 ) -> JsonObject:
-    """Return the fields of every tuneloop pod: image, access to the store, disks, requests, placement, no rights.
+    """Return the fields of every tuneloop pod: image, access to the store, disks, requests,
+    placement, no rights.
 
     Args:
         image: the logical one: base, trainer, rollout or ray.
@@ -114,70 +134,72 @@ def pod_fields(
         cluster: has its place, its queue and the names of images.
         resources: what the pod requests; None: what its role does.
     """
-    from hera.workflows import (
-        ConfigMapEnvFrom,
-        EmptyDirVolume,
-        ExistingVolume,
-        Resources,
-        SecretEnvFrom,
-        models,
-    )
+    from hera.workflows import ConfigMapEnvFrom, Resources, SecretEnvFrom, models
 
-    name = cluster.images.format(image=image)
-    wanted = resources or plan_resources(role, cluster)
-    shared_memory: Any = None if wanted.shared_memory == AUTO else wanted.shared_memory
-    return {
-        "image": name,
+    image_name = cluster.images.format(image=image)
+    resources = resources or plan_resources(role, cluster)
+    variables = {
+        "TUNELOOP_OUTPUTS": OUTPUTS,
+        "TUNELOOP_IMAGE": image_name,
+        "TUNELOOP_NODE_WORKFLOW": "{{workflow.name}}",
+        "TUNELOOP_NODE_NAME": "{{node.name}}",
+    }
+    variables |= cluster.sandbox_environment
+    fields: JsonObject = {
+        "image": image_name,
+        # A version of an image does not change: a node that has it asks no registry.
         "image_pull_policy": "IfNotPresent",
-        "env": [
-            models.EnvVar(name="TUNELOOP_OUTPUTS", value=OUTPUTS),
-            models.EnvVar(name="TUNELOOP_IMAGE", value=name),
-            models.EnvVar(name="TUNELOOP_NODE_WORKFLOW", value="{{workflow.name}}"),
-            models.EnvVar(name="TUNELOOP_NODE_NAME", value="{{node.name}}"),
-            *(
-                models.EnvVar(name=name, value=value)
-                for name, value in cluster.sandbox_environment.items()
-            ),
-        ],
+        "env": [models.EnvVar(name=name, value=value) for name, value in variables.items()],
         "env_from": [
             ConfigMapEnvFrom(name=STORE, optional=True),
             SecretEnvFrom(name=STORE, optional=True),
         ],
         "resources": Resources(
-            cpu_request=wanted.cpu,
-            memory_request=wanted.memory_request,
-            memory_limit=wanted.memory_limit,
-            gpus=wanted.accelerators or None,
+            cpu_request=resources.cpu,
+            memory_request=resources.memory_request,
+            memory_limit=resources.memory_limit,
+            gpus=resources.accelerators or None,
         ),
         "security_context": models.SecurityContext.model_validate(RESTRICTED),
-        "volumes": [
-            EmptyDirVolume(name="scratch", mount_path=SCRATCH),
-            *(
-                [ExistingVolume(name="store", claim_name=cluster.claim, mount_path=CLAIM)]
-                if cluster.claim
-                else ()
-            ),
-            *([_mount_secret("sandbox", *SANDBOX)] if cluster.sandbox_environment else ()),
-            *(
-                [
-                    EmptyDirVolume(
-                        name="shm", mount_path=SHM, medium="Memory", size_limit=shared_memory
-                    )
-                ]
-                if wanted.shared_memory
-                else ()
-            ),
-        ],
-        **role_fields(image, role, cluster),
+        "volumes": _build_volumes(cluster, resources.shared_memory),
     }
+    return fields | role_fields(image, role, cluster)
 
 
-def mount_token(made: Any) -> None:
-    """Mount the token of the workflow's servers as a file into a template's pod, if `submit` has made one."""
+def _build_volumes(cluster: Cluster, shared_memory: str) -> list[Any]:
+    """Build the disks of a pod, of which only the scratch disk is written to."""
+    from hera.workflows import EmptyDirVolume, ExistingVolume
+
+    # The root file system of a restricted container is read-only.
+    volumes: list[Any] = [EmptyDirVolume(name="scratch", mount_path=SCRATCH)]
+    if cluster.claim:
+        volumes.append(ExistingVolume(name="store", claim_name=cluster.claim, mount_path=CLAIM))
+    if cluster.sandbox_environment:
+        secret, path = SANDBOX
+        volumes.append(_mount_secret("sandbox", secret, path))
+    if shared_memory:
+        size_limit: Any = None if shared_memory == AUTO else shared_memory
+        volume = EmptyDirVolume(name="shm", mount_path=SHM, medium="Memory", size_limit=size_limit)
+        volumes.append(volume)
+    return volumes
+
+
+def mount_token(template: Any) -> None:
+    """Mount the token of the workflow's servers as a file into a template's pod, if `submit` has
+    created one.
+    """
     from hera.workflows import models
 
-    made.env = [*made.env, models.EnvVar(name=VARIABLE, value=f"{TOKENS}/{TOKEN_KEY}")]
-    made.volumes = [*made.volumes, _mount_secret("server-token", TOKEN_SECRET, TOKENS)]
+    variable = models.EnvVar(name=VARIABLE, value=f"{TOKENS}/{TOKEN_KEY}")
+    template.env += [variable]
+    template.volumes += [_mount_secret("server-token", TOKEN_SECRET, TOKENS)]
+
+
+def label_client(template: Any) -> None:
+    """Label a template's pod as one that samples with servers of another owner, whose autoscaler
+    counts such pods.
+    """
+    template.labels = (template.labels or {}) | {CLIENT_LABEL: "true"}
 
 
 def _mount_secret(name: str, secret: str, path: str) -> Any:
@@ -192,53 +214,59 @@ def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
     """Return how a pod of a role is admitted, where it may run, and how it is ended."""
     from hera.workflows.models import Affinity
 
-    own = cluster.resources(role)
+    resources = cluster.resources(role)
     share = None if role == "cpu" else cluster.share
-    labels = {"app.kubernetes.io/component": image, **cluster.build_queue_labels(role)}
-    patch: JsonObject = (
-        {} if own.grace_s == GRACE_S else {"terminationGracePeriodSeconds": own.grace_s}
-    )
-    fields = place_fields(own)
+    labels = {"app.kubernetes.io/component": image} | cluster.build_queue_labels(role)
+    # Argo has no fields for these: they are patched into the pod.
+    patch: JsonObject = {}
+    if resources.grace_s != GRACE_S:
+        patch["terminationGracePeriodSeconds"] = resources.grace_s
+    fields = place_fields(resources)
     if share:
-        of = claims.role_of(image)
-        labels |= claims.build_sharing_labels(share, of)
-        patch |= claims.pod_patch(share, of)
-        if placed := claims.build_affinity(share, of):
-            fields["affinity"] = Affinity.model_validate(placed)
+        share_role = claims.role_of(image)
+        labels |= claims.build_sharing_labels(share, share_role)
+        patch |= claims.pod_patch(share, share_role)
+        affinity = claims.build_affinity(share, share_role)
+        if affinity:
+            fields["affinity"] = Affinity.model_validate(affinity)
     if patch:
         fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
-    return {**fields, "labels": labels}
+    fields["labels"] = labels
+    return fields
 
 
-def place_fields(own: Resources) -> JsonObject:
+def place_fields(resources: Resources) -> JsonObject:
     """Return the fields of a template that say on which nodes its pod may run."""
     return {
-        "node_selector": own.place.get("nodeSelector"),
-        "tolerations": own.place.get("tolerations"),
+        "node_selector": resources.place.get("nodeSelector"),
+        "tolerations": resources.place.get("tolerations"),
     }
 
 
 def retry_fields(expression: str = RETRY_STAGE) -> JsonObject:
-    """Return the fields by which a tuneloop pod is started again, depending on the class of its end."""
+    """Return the fields by which a tuneloop pod is started again, depending on the class of its
+    end.
+    """
     from hera.workflows import RetryPolicy, RetryStrategy, models
 
-    backoff = models.Backoff(duration=PAUSE)
-    always = RetryPolicy.always
-    return {
-        "retry_strategy": RetryStrategy(
-            limit=LIMIT, retry_policy=always, expression=expression, backoff=backoff
-        )
-    }
+    strategy = RetryStrategy(
+        limit=LIMIT,
+        # The expression alone decides.
+        retry_policy=RetryPolicy.always,
+        expression=expression,
+        backoff=models.Backoff(duration=PAUSE),
+    )
+    return {"retry_strategy": strategy}
 
 
 def step_fields(account: str, cluster: Cluster) -> JsonObject:
     """Return the fields of a small step that calls the API server with a service account."""
-    rights = {"service_account_name": account, "automount_service_account_token": True}
-    return {
-        **rights,
-        **pod_fields("base", "cpu", cluster.adjust_role("cpu", **SMALL)),
-        **retry_fields(RETRY_STEP),
+    fields: JsonObject = {
+        "service_account_name": account,
+        "automount_service_account_token": True,
     }
+    fields |= pod_fields("base", "cpu", cluster.adjust_role("cpu", **SMALL))
+    return fields | retry_fields(RETRY_STEP)
 
 
 def retried_pod_fields(
@@ -249,23 +277,34 @@ def retried_pod_fields(
     env: Sequence[Any] = (),
     resources: PodResources | None = None,
 ) -> JsonObject:
-    """Return `pod_fields` and `retry_fields` of a pod that is told of earlier attempts and may get more memory."""
+    """Return `pod_fields` and `retry_fields` of a pod that is told of earlier attempts and may get
+    more memory.
+
+    Args:
+        image: the logical one: base, trainer, rollout or ray.
+        role: what the pod computes.
+        cluster: as for `pod_fields`; a retry has the memory that it sets.
+        expression: Argo's condition on which the pod is started again.
+        env: further variables of the container, as Hera's objects.
+        resources: what the pod requests; None: what its role does.
+    """
     from hera.workflows.models import EnvVar
 
     fields = pod_fields(image, role, cluster, resources)
-    own = cluster.resources(role)
-    # What the pod is told of earlier attempts: see `tuneloop.core.attempts`.
-    before = {
+    memory = cluster.resources(role)
+    # How a pod learns of earlier attempts: see `tuneloop.core.attempts`.
+    variables = {
         ATTEMPT: "{{retries}}",
         LAST_END: "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}",
     }
-    if own.memory_on_retry:
-        before[MORE_MEMORY] = own.memory_on_retry
-        limit = f"{{{{=asInt(retries) > 0 ? '{own.memory_on_retry}' : '{own.memory_limit}'}}}}"
+    if memory.memory_on_retry:
+        variables[MORE_MEMORY] = memory.memory_on_retry
+        amount = f"asInt(retries) > 0 ? '{memory.memory_on_retry}' : '{memory.memory_limit}'"
+        limits = {"memory": f"{{{{={amount}}}}}"}
         patch = json.loads(fields.get("pod_spec_patch", "{}"))
-        patch.setdefault("containers", []).append(
-            {"name": "main", "resources": {"limits": {"memory": limit}}}
-        )
+        containers = patch.setdefault("containers", [])
+        containers.append({"name": "main", "resources": {"limits": limits}})
         fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
-    fields["env"] += [*(EnvVar(name=name, value=value) for name, value in before.items()), *env]
+    fields["env"] += [EnvVar(name=name, value=value) for name, value in variables.items()]
+    fields["env"] += env
     return fields | retry_fields(expression)

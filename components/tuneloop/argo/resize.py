@@ -1,12 +1,17 @@
-"""A rollout server's pod that requests less while the server sleeps (`engine.asleep`, `tuneloop.kube.resize`).
+"""A rollout server's pod that requests less while the server sleeps (`engine.asleep`,
+`tuneloop.kube.resize`).
 
-Its container alone has the token, of an account that may resize pods: `manifests/components/resize`, whose policy lets
-a pod change its own requests, and nothing else. Kueue deletes a pod whose requests are no longer those it admitted,
-unless the pod is in a group, which it compares by an earlier hash; so a queued server is a group of one pod."""
+Only its container has the token of an account that may resize pods (`manifests/components/resize`).
+That manifest's policy lets a pod change its own requests, and nothing else. Kueue deletes a pod
+whose requests are no longer those it admitted, unless the pod is in a group, which it compares by
+an earlier hash. A queued server is therefore a group of one pod.
+"""
 
 import json
 from collections.abc import Mapping
 from typing import Any
+
+from hera.workflows import ProjectedVolume, models
 
 from tuneloop.argo.pod_fields import TOKEN_SOURCES
 from tuneloop.core.program import encode_value
@@ -16,25 +21,37 @@ from tuneloop.workflow.settings import QUEUE_LABEL
 ACCOUNT = "tuneloop-resize"
 FLAG = "--asleep"
 GROUP = "kueue.x-k8s.io/pod-group-name"
-OF_ONE = {"kueue.x-k8s.io/pod-group-total-count": "1", "kueue.x-k8s.io/retriable-in-group": "false"}
-"""Annotations of a pod that is a group by itself: its quota is released when it ends, even if it failed."""
-IN_PLACE = [{"resourceName": name, "restartPolicy": "NotRequired"} for name in ("cpu", "memory")]
+OF_ONE = {
+    "kueue.x-k8s.io/pod-group-total-count": "1",
+    "kueue.x-k8s.io/retriable-in-group": "false",
+}
+"""Annotations of a pod that is a group by itself: its quota is released when it ends, even if it
+failed.
+"""
+# Without a policy for each resource the kubelet may restart the container to resize it.
+IN_PLACE = [
+    {"resourceName": "cpu", "restartPolicy": "NotRequired"},
+    {"resourceName": "memory", "restartPolicy": "NotRequired"},
+]
 
 
-def resize_while_asleep(made: Any, asleep: Mapping[str, str]) -> None:
-    """Make the server `made` request only `asleep` while it sleeps."""
-    from hera.workflows import ProjectedVolume, models
+def resize_while_asleep(template: Any, asleep: Mapping[str, str]) -> None:
+    """Make a server request less while it sleeps.
 
-    patch = json.loads(made.pod_spec_patch or "{}")
+    Args:
+        template: of the server's pod, a Container of Hera.
+        asleep: resource → what the pod requests then, as Kubernetes writes quantities.
+    """
+    patch = json.loads(template.pod_spec_patch or "{}")
     patch.setdefault("containers", []).append({"name": CONTAINER, "resizePolicy": IN_PLACE})
-    made.pod_spec_patch = json.dumps(patch, separators=(",", ":"))
-    made.args += [FLAG, encode_value(dict(asleep))]
-    made.service_account_name = ACCOUNT
-    sources = [models.VolumeProjection.model_validate(each) for each in TOKEN_SOURCES]
-    made.volumes = [
-        *made.volumes,
-        ProjectedVolume(name="account", mount_path=ACCOUNT_FILES, sources=sources),
-    ]
-    if QUEUE_LABEL in made.labels:
-        made.labels = {**made.labels, GROUP: "serve-{{workflow.uid}}-{{retries}}"}
-        made.annotations = OF_ONE
+    template.pod_spec_patch = json.dumps(patch, separators=(",", ":"))
+    template.args += [FLAG, encode_value(dict(asleep))]
+    template.service_account_name = ACCOUNT
+    sources = [models.VolumeProjection.model_validate(source) for source in TOKEN_SOURCES]
+    account = ProjectedVolume(name="account", mount_path=ACCOUNT_FILES, sources=sources)
+    template.volumes += [account]
+    # A name for each attempt: Kueue takes no further pod into a group of one.
+    if QUEUE_LABEL in template.labels:
+        group = "serve-{{workflow.uid}}-{{retries}}"
+        template.labels = template.labels | {GROUP: group}
+        template.annotations = OF_ONE

@@ -1,4 +1,6 @@
-"""Plan what a pipeline's workflow runs, from its settings and its stages (`tuneloop.workflow.plan`)."""
+"""Plan what a pipeline's workflow runs, from its settings and its stages
+(`tuneloop.workflow.plan`).
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -36,8 +38,8 @@ def plan_run(
         loop: what repeats some of them.
 
     Raises:
-        UserError: a parameter is refused, a step of the loop is not among the stages, the model's configuration cannot
-            be read, or a server would request more while it sleeps.
+        UserError: a parameter is refused, a step of the loop is not among the stages, the model's
+            configuration cannot be read, or a server would request more while it sleeps.
     """
     if loop:
         loop.check_specs(specs)
@@ -62,15 +64,18 @@ def plan_stages(
         cluster: where they run.
         wired: parameters that the graph sets, of those stages that have them.
     """
-    stages = {
-        spec.component.template: plan_stage(spec, cluster, spec.accepted(wired)) for spec in specs
-    }
+    stages: dict[str, StagePlan] = {}
+    for spec in specs:
+        stages[spec.component.template] = plan_stage(spec, cluster, spec.accepted(wired))
     return plan_memory(RunPlan(pipeline=name, stages=stages), cluster.share)
 
 
 def plan_pipeline_stage(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> StagePlan:
-    """Plan a stage that has a pod of its own; the run's seed and weights URL are among its parameters."""
-    shared: JsonObject = {"seed": config.seed, **config.published(RUN)}
+    """Plan a stage that has a pod of its own; the run's seed and weights URL are among its
+    parameters.
+    """
+    shared: JsonObject = {"seed": config.seed}
+    shared |= config.published(RUN)
     wired = spec.accepted(["iteration", "endpoint"]) if loop else []
     return plan_stage(spec.with_shared(shared), config.cluster, wired)
 
@@ -92,25 +97,33 @@ def plan_stage(spec: StageSpec, cluster: Cluster, wired: Sequence[str] = ()) -> 
         parameters["expected_world_size"] = spec.nodes * spec.processes
     role = find_role(component, parameters, wired)
     resources = plan_resources(role, cluster)
+    if spec.nodes > 1:
+        resources = enable_shared_memory(resources)
+    # The inputs and the output are artifacts of the run: the graph always sets them.
+    graph_names = list(component.inputs)
+    graph_names.append(component.output)
+    graph_names += wired
     return StagePlan(
         template=component.template,
         module=component.module,
         role=component.role,
         parameters=resolve_parameters(component, parameters, wired),
-        wired=(*component.inputs, component.output, *wired),
+        wired=tuple(graph_names),
         output=component.output,
         processes=spec.processes,
         nodes=spec.nodes,
         image=cluster.images.format(image=component.image),
         resource_role=role,
-        resources=enable_shared_memory(resources) if spec.nodes > 1 else resources,
+        resources=resources,
     )
 
 
 def resolve_parameters(
     component: Component, parameters: JsonMapping, wired: Sequence[str]
 ) -> JsonObject:
-    """Return the parameters that a command states, as JSON values: those that are not wired, and not None."""
+    """Return the parameters that a command states, as JSON values: those that are not wired, and
+    not None.
+    """
     resolved = component.resolve_constants(parameters, wired)
     return {name: value for name, value in resolved.items() if value is not None}
 
@@ -122,18 +135,20 @@ def _add_loop(
     server = config.engine.server
     servers = {SERVER: plan_server(server, config)} if server else {}
     if not config.iterations_per_pod:
-        looped = plan_loop(loop, specs, config)
-        return plan.model_copy(update={"servers": servers, "loop": looped})
-    looped = plan_loop(loop, specs, config, config.published(RUN))
-    shared = [spec.with_shared({"seed": config.seed}) for spec in specs]
-    inner = plan_pod_stages(looped, shared, config.cluster)
-    pod = plan_pod(inner.values(), config.cluster)
-    looped = looped.model_copy(update={"pod": pod})
+        loop_plan = plan_loop(loop, specs, config)
+        return plan.model_copy(update={"servers": servers, "loop": loop_plan})
+    # The URL of the weights is a value of the loop here, which the pod gives to its stages.
+    loop_plan = plan_loop(loop, specs, config, config.published(RUN))
+    seeded_specs = [spec.with_shared({"seed": config.seed}) for spec in specs]
+    inner_stages = plan_pod_stages(loop_plan, seeded_specs, config.cluster)
+    pod = plan_pod(inner_stages.values(), config.cluster)
+    loop_plan = loop_plan.model_copy(update={"pod": pod})
     stages = dict(plan.stages)
-    for name in looped.stages:
-        place = pod.model_dump(exclude={"template"})
-        stages[name] = StagePlan.model_validate({**inner[name].model_dump(), **place})
-    return plan.model_copy(update={"stages": stages, "servers": servers, "loop": looped})
+    # They have the pod's image, role and resources together.
+    for name in loop_plan.stages:
+        stage = inner_stages[name].model_dump() | pod.model_dump(exclude={"template"})
+        stages[name] = StagePlan.model_validate(stage)
+    return plan.model_copy(update={"stages": stages, "servers": servers, "loop": loop_plan})
 
 
 def plan_loop(
@@ -145,13 +160,15 @@ def plan_loop(
         loop: as the pipeline describes it.
         specs: the pipeline's stages.
         config: its settings.
-        wired: parameters that the graph sets, in addition to the steps' own wires, of those stages that have them.
+        wired: parameters that the graph sets, in addition to the steps' own wires, of those stages
+            that have them.
     """
     specs_by_component = {spec.component: spec for spec in specs}
 
     def plan_step(step: Step) -> StepPlan:
-        added = specs_by_component[step.component].accepted(list(wired))
-        return StepPlan(stage=step.name, wires={**step.wires, **{name: name for name in added}})
+        # Such a parameter takes the value of the loop that has its name.
+        names = specs_by_component[step.component].accepted(list(wired))
+        return StepPlan(stage=step.name, wires=step.wires | dict(zip(names, names)))
 
     settings = config.loop
     return LoopPlan(
@@ -166,12 +183,17 @@ def plan_loop(
 
 
 def plan_pod_stages(
-    looped: LoopPlan, specs: Sequence[StageSpec], cluster: Cluster
+    loop_plan: LoopPlan, specs: Sequence[StageSpec], cluster: Cluster
 ) -> dict[str, StagePlan]:
-    """Plan the stages that a pod of iterations runs: template → stage, with what a pod of its own would request."""
+    """Plan the stages that a pod of iterations runs: template → stage, with what a pod of its own
+    would request.
+    """
     specs_by_template = {spec.component.template: spec for spec in specs}
     stages: dict[str, StagePlan] = {}
-    for step in (*looped.steps, *([looped.check] if looped.evaluate_every else [])):
+    steps = list(loop_plan.steps)
+    if loop_plan.evaluate_every:
+        steps.append(loop_plan.check)
+    for step in steps:
         spec = specs_by_template[step.stage]
         wired = [name for name in step.wires if name not in spec.component.inputs]
         stages[step.stage] = plan_stage(spec, cluster, wired)
@@ -179,7 +201,9 @@ def plan_pod_stages(
 
 
 def plan_pod(stages: Iterable[StagePlan], cluster: Cluster) -> PodPlan:
-    """Plan the pod that runs stages of a loop one after another, with the accelerators of the one that has most."""
+    """Plan the pod that runs stages of a loop one after another, with the accelerators of the one
+    that has most.
+    """
     role, merged = cluster.merge_roles([stage.resource_role for stage in stages])
     return PodPlan(
         template=POD,
@@ -207,7 +231,9 @@ def plan_server(server: VllmEngine, config: LoopPipelineConfig) -> ServerPlan:
 
 
 def check_asleep(server: ServerPlan) -> None:
-    """Raise UserError if a server would request more asleep than awake, which no queue has admitted."""
+    """Raise UserError if a server would request more asleep than awake, which no queue has
+    admitted.
+    """
     awake = {"cpu": server.resources.cpu, "memory": server.resources.memory_request}
     for name, amount in server.asleep.items():
         if parse_resource_quantity(amount) > parse_resource_quantity(awake[name]):

@@ -1,4 +1,6 @@
-"""References to values of a running Workflow: tags of inputs and of tasks' outputs, and terms of conditions."""
+"""References to values of a running Workflow: tags of inputs and of tasks' outputs, and terms of
+conditions.
+"""
 
 from typing import Any
 
@@ -20,9 +22,9 @@ class Output(str):
     task: Task
 
     def __new__(cls, task: Task, name: str) -> "Output":
-        self = super().__new__(cls, task_tag(str(task.name), name))
-        self.task = task
-        return self
+        output = super().__new__(cls, task_tag(str(task.name), name))
+        output.task = task
+        return output
 
 
 def task_tag(task: str, name: str) -> str:
@@ -36,16 +38,22 @@ def input_tag(name: str) -> str:
 
 
 def build_term(parameters: Any, name: str) -> Any:
-    """Return the parameter `name` of ``….parameters`` as a term of an expression, as Argo writes it."""
+    """Return the parameter `name` of ``….parameters`` as a term of an expression, as Argo writes
+    it.
+    """
+    # A name with a dash would be read as a difference.
     return getattr(parameters, name) if name.isidentifier() else parameters[name]
 
 
 def output_term(task: str, name: str) -> Any:
     """Return an output parameter of a task as a term of an expression."""
-    return build_term(build_term(g.tasks, task).outputs.parameters, name)
+    outputs = build_term(g.tasks, task).outputs
+    return build_term(outputs.parameters, name)
 
 
 def output_parameter(name: str, *, value: str | None = None, expression: Any = None) -> Parameter:
     """Return an output parameter of a graph: the value of a tag, or of an expression."""
-    source = ValueFrom(parameter=value) if value else ValueFrom(expression=str(expression))
+    source = ValueFrom(expression=str(expression))
+    if value:
+        source = ValueFrom(parameter=value)
     return Parameter(name=name, value_from=source)

@@ -1,5 +1,8 @@
-"""A stage as a Hera template, and the Workflow around it, for Argo Workflows 3.7. Every name that a pod refers to
-(service accounts, queue, store settings) is one that ``manifests/`` ships."""
+"""A stage as a Hera template, and the Workflow around it, for Argo Workflows 3.7.
+
+Every name that a pod refers to (service accounts, queue, store settings) is one that ``manifests/``
+ships.
+"""
 
 import json
 
@@ -17,7 +20,7 @@ from tuneloop.core.ends import RETRY_SERVER
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
 from tuneloop.workflow.plan import PLAN, RunPlan, ServerPlan, StagePlan
-from tuneloop.workflow.settings import CLIENT_LABEL, DELETE_DELAY, SHARE, Cluster
+from tuneloop.workflow.settings import DELETE_DELAY, SHARE, Cluster
 
 
 class Workflow(hera.workflows.Workflow):
@@ -42,14 +45,17 @@ def define_workflow(
         name: the pipeline's.
         parameters: of the workflow, beside ``run`` and ``store``: name in snake_case → default.
         plan: what its stages are rendered from; None where it runs no stage.
-        cluster: the settings of its pods: a workflow whose stages share devices reserves their claim.
+        cluster: the settings of its pods: a workflow whose stages share devices reserves their
+            claim.
     """
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
     defaults = {to_kebab_case(key): value for key, value in (parameters or {}).items()}
+    # Argo's own containers carry no security context by default; a restricted namespace refuses
+    # them without.
     executor = {"securityContext": pod_fields.RESTRICTED, "resources": pod_fields.EXECUTOR}
     patch = {
-        "containers": [{"name": "wait", **executor}],
-        "initContainers": [{"name": "init", **executor}],
+        "containers": [{"name": "wait"} | executor],
+        "initContainers": [{"name": "init"} | executor],
     }
     cluster = cluster or Cluster()
     reservations = build_reservation_steps(cluster)
@@ -58,35 +64,37 @@ def define_workflow(
         annotations[SHARE] = cluster.share.model_dump_json()
     if plan:
         annotations[PLAN] = plan.dump()
+    arguments = [
+        Parameter(
+            name="run",
+            value=name,
+            description="name of the run: artifacts lie at <store>/<run>",
+        ),
+        Parameter(
+            name="store",
+            value="runs",
+            description="URL of the store: a path, file://, s3://, gs://, az://",
+        ),
+    ]
+    for key, value in defaults.items():
+        arguments.append(Parameter(name=key, value=str(value)))
     return Workflow(
         generate_name=f"{name}-",
         labels=labels,
         annotations=annotations or None,
-        templates=[*reservations],
+        templates=list(reservations),
         on_exit=claims.GIVE if reservations else None,
         pod_metadata=models.Metadata(labels=labels),
         entrypoint="main",
-        arguments=[
-            Parameter(
-                name="run",
-                value=name,
-                description="name of the run: artifacts lie at <store>/<run>",
-            ),
-            Parameter(
-                name="store",
-                value="runs",
-                description="URL of the store: a path, file://, s3://, gs://, az://",
-            ),
-            *(Parameter(name=key, value=str(value)) for key, value in defaults.items()),
-        ],
-        # A run has one writer, however its workflows are submitted: the next one waits until this one has ended.
+        arguments=arguments,
+        # A run has one writer, however its workflows are submitted: the next one waits until this
+        # one has ended.
         synchronization=models.Synchronization(
             mutexes=[models.Mutex(name="{{workflow.parameters.run}}")]
         ),
         service_account_name="tuneloop-stage",
         automount_service_account_token=False,
         executor=models.ExecutorConfig(service_account_name="tuneloop-executor"),
-        # Argo's own containers carry no security context by default; a restricted namespace refuses them without.
         pod_spec_patch=json.dumps(patch, separators=(",", ":")),
         security_context=models.PodSecurityContext.model_validate(pod_fields.NOBODY),
         pod_gc=models.PodGC(strategy="OnPodSuccess", delete_delay_duration=DELETE_DELAY),
@@ -97,9 +105,9 @@ def define_workflow(
 def stage_template(component: Component, stage: StagePlan, cluster: Cluster) -> Container | Steps:
     """Build a stage as a template named after it: a container, or a JobSet for several nodes.
 
-    Its inputs are the stage's input artifacts (references), the output's URL and the parameters that the graph sets, of
-    which optional ones may be left out or empty. Its outputs are the output's reference, under the output's name, and
-    the stage's results.
+    Its inputs are the stage's input artifacts (references), the output's URL and the parameters
+    that the graph sets. Optional ones may be left out or empty. Its outputs are the output's
+    reference, under the output's name, and the stage's results.
 
     Args:
         component: the stage as it is declared.
@@ -108,15 +116,13 @@ def stage_template(component: Component, stage: StagePlan, cluster: Cluster) -> 
     """
     flags = encode_flags(stage.parameters)
     flags += encode_flags({name: input_tag(to_kebab_case(name)) for name in stage.wired})
-    outputs = map(to_kebab_case, (component.output, *component.results))
+    outputs = [component.output]
+    outputs += component.results
     is_job = stage.nodes > 1
     container = Container(
         name=stage.template,
         inputs=build_inputs(component, stage),
-        outputs=[
-            Parameter(name=name, value_from=models.ValueFrom(path=f"{pod_fields.OUTPUTS}/{name}"))
-            for name in outputs
-        ],
+        outputs=[build_output(to_kebab_case(name)) for name in outputs],
         command=component.command(1 if is_job else stage.processes),
         args=flags,
         # The pod that reads the output of a JobSet computes nothing.
@@ -134,6 +140,12 @@ def stage_template(component: Component, stage: StagePlan, cluster: Cluster) -> 
         return jobset_steps(component, stage, container, cluster)
     prepare_sampling(component, stage, container, cluster)
     return container
+
+
+def build_output(name: str) -> Parameter:
+    """Build an output of a stage's template: the text of the file that the pod writes for it."""
+    path = models.ValueFrom(path=f"{pod_fields.OUTPUTS}/{name}")
+    return Parameter(name=name, value_from=path)
 
 
 def build_inputs(component: Component, stage: StagePlan) -> list[Parameter]:
@@ -162,7 +174,7 @@ def prepare_sampling(
     if calls_server and engine and engine.serves:
         pod_fields.mount_token(container)
     if engine and not engine.in_process:
-        container.labels = {**(container.labels or {}), CLIENT_LABEL: "true"}
+        pod_fields.label_client(container)
     # A client needs no device lease: it calls the run's own server, which holds one.
     elif component.accelerator:
         add_lease_sidecar(container, cluster, claims.role_of(component.image))
@@ -180,12 +192,16 @@ def server_template(server: ServerPlan, cluster: Cluster) -> Container:
         inputs.append("policy")
     if has_replicas:
         inputs.append("replica")
-    weights = ["--policy", input_tag("policy")]
+    args = ["--policy", input_tag("policy")]
     if server.weights:
-        weights = ["--weights", server.weights]
+        args = ["--weights", server.weights]
     attempts = "{{workflow.parameters.store}}/{{workflow.parameters.run}}/serve"
     if has_replicas:
         attempts += f"-{input_tag('replica')}"
+    args += ["--host", "$(POD_IP)"]
+    args += ["--port", str(server.port)]
+    args += ["--engine-args", encode_value(server.engine_args)]
+    args += ["--attempts", attempts]
     # `tuneloop run` reads the field as 127.0.0.1.
     field = models.ObjectFieldSelector(field_path="status.podIP")
     address = models.EnvVar(name="POD_IP", value_from=models.EnvVarSource(field_ref=field))
@@ -195,17 +211,7 @@ def server_template(server: ServerPlan, cluster: Cluster) -> Container:
         daemon=True,
         inputs=[Parameter(name=name) for name in inputs],
         command=["python", "-m", "tuneloop.inference.server"],
-        args=[
-            *weights,
-            "--host",
-            "$(POD_IP)",
-            "--port",
-            str(server.port),
-            "--engine-args",
-            encode_value(server.engine_args),
-            "--attempts",
-            attempts,
-        ],
+        args=args,
         ports=[models.ContainerPort(container_port=server.port)],
         readiness_probe=models.Probe(http_get=health, period_seconds=1, failure_threshold=600),
         **pod_fields.retried_pod_fields(

@@ -1,5 +1,8 @@
-"""Bytes a parameter of training in full precision: weights, gradients and Adam's two moments, as in Rajbhandari et al.,
-"ZeRO" (2020), §3.1. What is estimated of pods, of sleeping trainers and of the store comes from these figures."""
+"""Bytes a parameter of training in full precision: weights, gradients and Adam's two moments, as in
+Rajbhandari et al., "ZeRO" (2020), §3.1.
+
+What is estimated of pods, of sleeping trainers and of the store comes from these figures.
+"""
 
 WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
@@ -10,5 +13,11 @@ TRAINED_BYTES = STATE_BYTES + GRADIENT_BYTES
 
 
 def compute_trainer_memory(parameters: int, width: int = WEIGHT_BYTES) -> tuple[int, int]:
-    """Compute a sleeping trainer's bytes of host memory: weights, and Adam's two moments, `width` bytes a number."""
-    return parameters * width, 2 * parameters * width
+    """Compute a sleeping trainer's bytes of host memory: weights, and Adam's two moments.
+
+    Args:
+        parameters: of the model.
+        width: bytes of a number.
+    """
+    weights = parameters * width
+    return weights, 2 * weights

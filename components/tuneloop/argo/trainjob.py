@@ -1,4 +1,5 @@
-"""A trainer backend as a TrainJob, a JobSet, a RayJob, a Job of one pod, and a Workflow of Argo's with initializers.
+"""A trainer backend as a TrainJob, a JobSet, a RayJob, a Job of one pod, and a Workflow of Argo's
+with initializers.
 
 backend = Trl(trainer="sft", nodes=2, args={"model_name_or_path": "/workspace/model", …})
 manifest = as_trainjob(backend, "tune", cluster, dataset="s3://…#sft.parquet", model="s3://…#model")
@@ -27,8 +28,9 @@ from tuneloop.training.backends import LLMBackend
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, ResourceRole
 
 WORKSPACE = "/workspace"
+"""The folder of data and model."""
 CLAIM = "tuneloop-workspace"
-"""The folder of data and model, and the PersistentVolumeClaim of ``manifests/components/trainer`` mounted there."""
+"""The PersistentVolumeClaim of ``manifests/components/trainer`` that is mounted there."""
 RAY_START = {"num-cpus": "1", "object-store-memory": str(100 << 20)}
 """One group of ranks on each node; tensors are exchanged by torch, not by Ray."""
 
@@ -43,43 +45,55 @@ def as_trainjob(
     runtime: str = "",
     run: str = "",
 ) -> JsonObject:
-    """Render a backend as a TrainJob of Kubeflow Trainer 2.1 on `runtime`, by default the backend's own one of
-    ``manifests/components/trainer``. Its initializers bring `dataset` and `model` to ``/workspace/dataset`` and
-    ``/workspace/model`` (`tuneloop.training.fetch`). Raises UserError at a refused option, and at `cluster.share`."""
+    """Render a backend as a TrainJob of Kubeflow Trainer 2.1.
+
+    Args:
+        backend: what trains.
+        name: of the TrainJob.
+        cluster: where it runs.
+        dataset: what an initializer brings to ``/workspace/dataset`` (`tuneloop.training.fetch`).
+        model: what an initializer brings to ``/workspace/model``.
+        runtime: a ClusterTrainingRuntime; empty: the backend's own one of
+            ``manifests/components/trainer``.
+        run: the run that the pods are labelled with.
+
+    Raises:
+        UserError: an option of the backend is refused, or `cluster.share` is set.
+    """
     backend.validate()
     if cluster.share:
-        raise UserError(
-            "cluster.share.group",
-            cluster.share.group,
-            "a TrainJob cannot use a claim: render a JobSet",
-        )
+        remedy = "a TrainJob cannot use a claim: render a JobSet"
+        raise UserError("cluster.share.group", cluster.share.group, remedy)
     container = pod_spec(backend.image, "trainer", [], [], cluster)["containers"][0]
-    place = {"spec": cluster.trainer.place} if cluster.trainer.place else {}
-    labels = _labels(run)
-    initializer = {
-        part: {"storageUri": uri} for part, uri in (("dataset", dataset), ("model", model)) if uri
+    labels = _build_labels(run)
+    override: JsonObject = {"targetJobs": [{"name": "node"}], "metadata": {"labels": labels}}
+    if cluster.trainer.place:
+        override["spec"] = cluster.trainer.place
+    spec: JsonObject = {
+        "runtimeRef": {"name": runtime or backend.get_runtime_name()},
+        "labels": labels,
+        "podTemplateOverrides": [override],
+    }
+    addresses = {"dataset": dataset, "model": model}
+    initializer = {part: {"storageUri": url} for part, url in addresses.items() if url}
+    if initializer:
+        spec["initializer"] = initializer
+    variables = [RENDEZVOUS]
+    variables += container["env"]
+    spec["trainer"] = {
+        "image": container["image"],
+        "command": backend.to_command(),
+        "args": backend.to_runtime_args(),
+        "env": variables,
+        "numNodes": backend.nodes,
+        "numProcPerNode": backend.processes,
+        "resourcesPerNode": container["resources"],
     }
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": {"name": name, "labels": {**labels, **cluster.build_queue_labels("trainer")}},
-        "spec": {
-            "runtimeRef": {"name": runtime or backend.get_runtime_name()},
-            "labels": labels,
-            "podTemplateOverrides": [
-                {"targetJobs": [{"name": "node"}], "metadata": {"labels": labels}, **place}
-            ],
-            **({"initializer": initializer} if initializer else {}),
-            "trainer": {
-                "image": container["image"],
-                "command": backend.to_command(),
-                "args": backend.to_runtime_args(),
-                "env": [RENDEZVOUS, *container["env"]],
-                "numNodes": backend.nodes,
-                "numProcPerNode": backend.processes,
-                "resourcesPerNode": container["resources"],
-            },
-        },
+        "metadata": {"name": name, "labels": labels | cluster.build_queue_labels("trainer")},
+        "spec": spec,
     }
 
 
@@ -92,9 +106,12 @@ def as_workflow(
     model: str = "",
     workspace: str = CLAIM,
 ) -> JsonObject:
-    """Render a backend as a Workflow, for clusters without Kubeflow Trainer: the initializers of `as_trainjob` are its
-    first steps, and a JobSet the last. All pods see the PersistentVolumeClaim `workspace` at ``/workspace``."""
-    from hera.workflows import DAG, Container, ExistingVolume
+    """Render a backend as a Workflow, for clusters without Kubeflow Trainer.
+
+    The initializers of `as_trainjob` are its first steps, and a JobSet the last. All pods see the
+    PersistentVolumeClaim `workspace` at ``/workspace``.
+    """
+    from hera.workflows import DAG
 
     job = as_jobset(
         backend,
@@ -103,68 +120,94 @@ def as_workflow(
         run="{{workflow.parameters.run}}",
         workspace=workspace,
     )
-    with define_workflow(name) as built:
+    with define_workflow(name) as workflow:
         node = apply_jobset("node", job, cluster)
-        bring = []
-        for part, uri in (("dataset", dataset), ("model", model)):
-            fields = retried_pod_fields("base", "cpu", cluster)
-            fields["volumes"] += [
-                ExistingVolume(name="workspace", claim_name=workspace, mount_path=WORKSPACE)
-            ]
-            words = [
-                *(["--messages"] if part == "dataset" else []),
-                "--into",
-                f"{WORKSPACE}/{part}",
-                uri,
-            ]
-            command = ["python", "-m", "tuneloop.training.fetch"]
-            if uri:
-                bring.append(
-                    Container(name=f"{part}-initializer", command=command, args=words, **fields)
-                )
+        initializers: list[Any] = []
+        if dataset:
+            initializers.append(_build_initializer("dataset", dataset, cluster, workspace))
+        if model:
+            initializers.append(_build_initializer("model", model, cluster, workspace))
         with DAG(name="main"):
-            steps: Any = [each(name=each.name) for each in bring]
-            steps >> node(name="node")
-    made: JsonObject = built.to_dict()
-    return made
+            tasks: Any = [initializer(name=initializer.name) for initializer in initializers]
+            tasks >> node(name="node")
+    document: JsonObject = workflow.to_dict()
+    return document
+
+
+def _build_initializer(part: str, url: str, cluster: Cluster, workspace: str) -> Any:
+    """Build the step that brings the dataset or the model to its folder of the workspace."""
+    from hera.workflows import Container, ExistingVolume
+
+    fields = retried_pod_fields("base", "cpu", cluster)
+    volume = ExistingVolume(name="workspace", claim_name=workspace, mount_path=WORKSPACE)
+    fields["volumes"].append(volume)
+    # A dataset is written as messages, the form that all backends read.
+    args = ["--messages"] if part == "dataset" else []
+    args += ["--into", f"{WORKSPACE}/{part}", url]
+    return Container(
+        name=f"{part}-initializer",
+        command=["python", "-m", "tuneloop.training.fetch"],
+        args=args,
+        **fields,
+    )
 
 
 def as_jobset(
     backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "", workspace: str = ""
 ) -> JsonObject:
-    """Render as a JobSet, for clusters without Kubeflow Trainer. Data and model must already be at the paths in the
-    arguments; `workspace` is a PersistentVolumeClaim that all pods mount at ``/workspace``."""
+    """Render as a JobSet, for clusters without Kubeflow Trainer.
+
+    Data and model must already be at the paths in the arguments; `workspace` is a
+    PersistentVolumeClaim that all pods mount at ``/workspace``.
+    """
     queue = cluster.build_queue_labels("trainer")
-    pod = _pod(backend, name, cluster, workspace)
-    return build_jobset(name, pod, backend.nodes, labels=_labels(run), queue=queue)
+    variables = ranks_env(name, backend.nodes, backend.processes)
+    pod = _build_pod(backend, cluster, variables)
+    if workspace:
+        volume = {"name": "workspace", "persistentVolumeClaim": {"claimName": workspace}}
+        mount = {"name": "workspace", "mountPath": WORKSPACE}
+        pod["volumes"].append(volume)
+        pod["containers"][0]["volumeMounts"].append(mount)
+    return build_jobset(name, pod, backend.nodes, labels=_build_labels(run), queue=queue)
 
 
 def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> JsonObject:
     """Render as one plain pod, in a Job. Raises UserError where the backend wants several nodes."""
     if backend.nodes > 1:
-        raise UserError(
-            "nodes", backend.nodes, "a Job has one pod here; render a JobSet or a TrainJob"
-        )
-    pod = _pod(backend, name, cluster, PET_MASTER_ADDR="localhost", PET_NODE_RANK="0")
-    template = {"metadata": {"labels": _labels(run)}, "spec": pod}
+        remedy = "a Job has one pod here; render a JobSet or a TrainJob"
+        raise UserError("nodes", backend.nodes, remedy)
+    # The only pod has no JobSet that gives it a host name and an index.
+    constants = {"PET_MASTER_ADDR": "localhost", "PET_NODE_RANK": "0"}
+    variables: list[JsonMapping] = []
+    for variable in ranks_env(name, backend.nodes, backend.processes):
+        key = variable["name"]
+        variables.append({"name": key, "value": constants[key]} if key in constants else variable)
+    labels = _build_labels(run)
+    pod = _build_pod(backend, cluster, variables)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {
-            "name": name,
-            "labels": {**_labels(run), **cluster.build_queue_labels("trainer")},
+        "metadata": {"name": name, "labels": labels | cluster.build_queue_labels("trainer")},
+        "spec": {
+            "backoffLimit": 0,
+            "ttlSecondsAfterFinished": 3600,
+            "template": {"metadata": {"labels": labels}, "spec": pod},
         },
-        "spec": {"backoffLimit": 0, "ttlSecondsAfterFinished": 3600, "template": template},
     }
 
 
 def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> JsonObject:
-    """Render as a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job ends."""
+    """Render as a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job
+    ends.
+    """
     backend.validate()
-    gpus = ["--gpus", str(cluster.trainer.gpus)] if cluster.trainer.gpus else []
-    sizes = ["--nodes", str(backend.nodes), "--processes", str(backend.processes), *gpus]
-    driver = ["python", "-m", "tuneloop.training.ray_driver", *sizes]
-    entry = [*driver, "--", *backend.to_command(), *backend.to_args()]
+    entry = ["python", "-m", "tuneloop.training.ray_driver"]
+    entry += ["--nodes", str(backend.nodes), "--processes", str(backend.processes)]
+    if cluster.trainer.gpus:
+        entry += ["--gpus", str(cluster.trainer.gpus)]
+    entry.append("--")
+    entry += backend.to_command()
+    entry += backend.to_args()
     return build_rayjob(entry, name, cluster, backend.nodes, role="trainer", run=run)
 
 
@@ -177,11 +220,20 @@ def build_rayjob(
     role: ResourceRole = "cpu",
     run: str = "",
 ) -> JsonObject:
-    """Build a RayJob of KubeRay 1.5: a program (such as `data_prep` with ``--preparation ray``) that drives a Ray
-    cluster of `nodes` pods, whose head needs 1 GiB of memory beside the work. Ray has no field for exit codes:
-    `tuneloop.cluster.launch` reads the driver's from the job's message."""
+    """Build a RayJob of KubeRay 1.5.
 
-    submitter = _ray_pod("ray-job-submitter", "cpu", cluster, run)
+    Ray has no field for exit codes: `tuneloop.cluster.launch` reads the driver's from the job's
+    message.
+
+    Args:
+        entry: a program that drives a Ray cluster, such as `data_prep` with ``--preparation ray``.
+        name: of the RayJob.
+        cluster: where it runs.
+        nodes: pods of the Ray cluster; the head among them needs 1 GiB of memory beside the work.
+        role: what the pods compute.
+        run: the run that the pods are labelled with.
+    """
+    submitter = _build_ray_pod("ray-job-submitter", "cpu", cluster, run)
     submitter["spec"]["restartPolicy"] = "Never"
     spec = {
         "entrypoint": shlex.join(entry),
@@ -189,16 +241,19 @@ def build_rayjob(
         "ttlSecondsAfterFinished": 30,
         "submitterPodTemplate": submitter,
         "submitterConfig": {"backoffLimit": 0},
-        "rayClusterSpec": _ray_pods(cluster, nodes, role, run),
+        "rayClusterSpec": _build_ray_pods(cluster, nodes, role, run),
     }
-    return _ray_object("RayJob", name, spec, cluster, role, run)
+    return _build_ray_object("RayJob", name, spec, cluster, role, run)
 
 
 def build_raycluster(
     name: str, cluster: Cluster, nodes: int, *, role: ResourceRole = "trainer", run: str = ""
 ) -> JsonObject:
-    """Build a RayCluster that exists until it is deleted, to try programs on by ``ray job submit`` at its head."""
-    return _ray_object("RayCluster", name, _ray_pods(cluster, nodes, role, run), cluster, role, run)
+    """Build a RayCluster that exists until it is deleted, to try programs on by ``ray job submit``
+    at its head.
+    """
+    spec = _build_ray_pods(cluster, nodes, role, run)
+    return _build_ray_object("RayCluster", name, spec, cluster, role, run)
 
 
 def build_rayservice(
@@ -209,20 +264,29 @@ def build_rayservice(
     *,
     run: str = "",
 ) -> JsonObject:
-    """Build a RayService; a new version is another Ray cluster, which gets the requests once it is ready.
-    `applications` are those of Ray Serve's configuration; the image ``ray`` must hold what they import."""
+    """Build a RayService; a new version is another Ray cluster, which gets the requests once it is
+    ready.
+
+    Args:
+        applications: those of Ray Serve's configuration; the image ``ray`` must hold what they
+            import.
+        name: of the RayService.
+        cluster: where it runs.
+        nodes: pods of the Ray cluster.
+        run: the run that the pods are labelled with.
+    """
     spec = {
         "upgradeStrategy": {"type": "NewCluster"},
-        "serveConfigV2": dump_manifest({"applications": [*applications]}),
-        "rayClusterConfig": _ray_pods(cluster, nodes, "sampler", run),
+        "serveConfigV2": dump_manifest({"applications": list(applications)}),
+        "rayClusterConfig": _build_ray_pods(cluster, nodes, "sampler", run),
     }
-    return _ray_object("RayService", name, spec, cluster, "sampler", run)
+    return _build_ray_object("RayService", name, spec, cluster, "sampler", run)
 
 
-def _ray_object(
+def _build_ray_object(
     kind: str, name: str, spec: JsonMapping, cluster: Cluster, role: ResourceRole, run: str
 ) -> JsonObject:
-    labels = {**_labels(run), **cluster.build_queue_labels(role)}
+    labels = _build_labels(run) | cluster.build_queue_labels(role)
     return {
         "apiVersion": "ray.io/v1",
         "kind": kind,
@@ -231,60 +295,79 @@ def _ray_object(
     }
 
 
-def _ray_pods(cluster: Cluster, nodes: int, role: ResourceRole, run: str) -> JsonObject:
+def _build_ray_pods(cluster: Cluster, nodes: int, role: ResourceRole, run: str) -> JsonObject:
     """Build a Ray cluster of `nodes` pods, including the head."""
     workers = {
         "groupName": "node",
         "replicas": nodes - 1,
+        # KubeRay's autoscaler keeps to these limits.
         "minReplicas": nodes - 1,
         "maxReplicas": nodes - 1,
+        "rayStartParams": RAY_START,
+        "template": _build_ray_pod("ray-worker", role, cluster, run),
     }
-    workers |= {"rayStartParams": RAY_START, "template": _ray_pod("ray-worker", role, cluster, run)}
-    head = {"rayStartParams": RAY_START, "template": _ray_pod("ray-head", role, cluster, run)}
+    head = {
+        "rayStartParams": RAY_START,
+        "template": _build_ray_pod("ray-head", role, cluster, run),
+    }
     return {"headGroupSpec": head, "workerGroupSpecs": [workers] if nodes > 1 else []}
 
 
-def _ray_pod(container: str, role: ResourceRole, cluster: Cluster, run: str) -> JsonObject:
+def _build_ray_pod(name: str, role: ResourceRole, cluster: Cluster, run: str) -> JsonObject:
+    """Build a pod whose container has this name; KubeRay adds the command."""
     spec = pod_spec("ray", role, [], [], cluster)
+    # KubeRay restarts its pods, but for the submitter's.
     del spec["restartPolicy"]
-    own = spec["containers"][0]
-    own.update(name=container)
-    del own["command"], own["args"]
-    return {"metadata": {"labels": _labels(run)}, "spec": spec}
+    container = spec["containers"][0]
+    container["name"] = name
+    del container["command"]
+    del container["args"]
+    return {"metadata": {"labels": _build_labels(run)}, "spec": spec}
 
 
 def prepare_rayjob(
     arguments: JsonMapping, name: str, cluster: Cluster, nodes: int = 2, *, run: str = ""
 ) -> JsonObject:
-    """Render the stage `data_prep` as a RayJob: Ray Data examines its rows on all pods. It commits the same bytes as
-    without Ray, so that a run with the same URL continues from them. `arguments` are the stage's parameters, and under
-    ``prompts`` the URL of its output. Raises UserError for an unknown parameter, or without the URL."""
-    given = {**arguments, "preparation": "ray"}
-    if not given.get(data_prep.output):
+    """Render the stage `data_prep` as a RayJob: Ray Data examines its rows on all pods.
+
+    It commits the same bytes as without Ray, so that a run with the same URL continues from them.
+
+    Args:
+        arguments: the stage's parameters, and under ``prompts`` the URL of its output.
+        name: of the RayJob.
+        cluster: where it runs.
+        nodes: pods of the Ray cluster.
+        run: the run that the pods are labelled with.
+
+    Raises:
+        UserError: a parameter is unknown, or the URL is missing.
+    """
+    parameters = dict(arguments)
+    url = parameters.pop(data_prep.output, None)
+    if not url:
         raise UserError(data_prep.output, None, "is required: the URL of its output")
-    data_prep.validate({k: v for k, v in given.items() if k != data_prep.output})
-    return build_rayjob([*data_prep.command(), *encode_flags(given)], name, cluster, nodes, run=run)
+    parameters["preparation"] = "ray"
+    data_prep.validate(parameters)
+    flags = dict(arguments) | {"preparation": "ray"}
+    entry = data_prep.command()
+    entry += encode_flags(flags)
+    return build_rayjob(entry, name, cluster, nodes, run=run)
 
 
-def _pod(
-    backend: LLMBackend, name: str, cluster: Cluster, workspace: str = "", **own: str
+def _build_pod(
+    backend: LLMBackend, cluster: Cluster, variables: Sequence[JsonMapping]
 ) -> JsonObject:
-    """Build the pod of a backend; `own` are variables of its ranks with another value than in a JobSet."""
+    """Build the pod of a backend, whose ranks have these variables. Raises UserError at a refused
+    option.
+    """
     backend.validate()
-    ranks = [
-        {"name": each["name"], "value": own[each["name"]]} if each["name"] in own else each
-        for each in ranks_env(name, backend.nodes, backend.processes)
-    ]
-    pod = pod_spec(
-        backend.image, "trainer", backend.to_command(), backend.to_args(), cluster, ranks
+    return pod_spec(
+        backend.image, "trainer", backend.to_command(), backend.to_args(), cluster, variables
     )
-    if workspace:
-        pod["volumes"].append(
-            {"name": "workspace", "persistentVolumeClaim": {"claimName": workspace}}
-        )
-        pod["containers"][0]["volumeMounts"].append({"name": "workspace", "mountPath": WORKSPACE})
-    return pod
 
 
-def _labels(run: str) -> dict[str, str]:
-    return {"app.kubernetes.io/part-of": "tuneloop", **({RUN_LABEL: run} if run else {})}
+def _build_labels(run: str) -> dict[str, str]:
+    labels = {"app.kubernetes.io/part-of": "tuneloop"}
+    if run:
+        labels[RUN_LABEL] = run
+    return labels
