@@ -316,7 +316,7 @@ def pod_spec(
     role_settings = cluster.resources(role)
     resources = enable_shared_memory(resources or plan_resources(role, cluster))
     fields = pod_fields(image, role, cluster, resources)
-    variables = [_plain(variable) for variable in fields["env"]]
+    variables: list[JsonMapping] = [_plain(variable) for variable in fields["env"]]
     variables += env
     container: JsonObject = {
         "name": CONTAINER,
