@@ -77,8 +77,12 @@ def list_entry_graphs(templates: Iterable[Any]) -> list[Any]:
     graph calls.
     """
     graphs = [template for template in templates if isinstance(template, DAG)]
-    targets: list[Any] = [task.template for graph in graphs for task in graph.tasks]
-    called = {target if isinstance(target, str) else target.name for target in targets}
+    called: set[str] = set()
+    for graph in graphs:
+        for task in graph.tasks:
+            target: Any = task.template
+            # A task that was created by a name has only the name.
+            called.add(target if isinstance(target, str) else target.name)
     return [graph for graph in graphs if graph.name not in called]
 
 

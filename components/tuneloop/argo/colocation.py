@@ -17,7 +17,7 @@ from tuneloop.argo.training_memory import compute_trainer_memory
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.workflow.manifest import labels_of, list_calls
-from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL
+from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL, Share
 
 UNITS = {
     "n": Decimal("1e-9"),
@@ -95,8 +95,9 @@ class PodMemory:
 
 
 def compute_colocations(workflow: JsonMapping) -> dict[str, Colocation]:
-    """Compute role → its runs on one node, ``""`` where roles sit together; empty where runs share
-    nothing.
+    """Compute role → its runs on one node; empty where runs share nothing.
+
+    The only role is ``""`` where trainers and samplers share a node.
     """
     share = share_of(workflow)
     if not share or share.alone:
@@ -111,23 +112,35 @@ def compute_colocations(workflow: JsonMapping) -> dict[str, Colocation]:
         if GROUP_LABEL in labels:
             role = "" if share.roles == "together" else labels[ROLE_LABEL]
             pods_by_role.setdefault(role, []).append(template)
-    colocations: dict[str, Colocation] = {}
-    for role, pods in pods_by_role.items():
-        stages = [_read_memory(pod) for pod in pods if not pod.get("daemon")]
-        servers = [_read_memory(pod) for pod in pods if pod.get("daemon")]
-        requests = sorted([stage.request for stage in stages], reverse=True)
-        limits = _list_limits(stages)
-        server_limits = _list_limits(servers)
-        colocations[role] = Colocation(
-            runs=share.runs_per_claim,
-            request=sum(requests[:stages_at_once]),
-            limit=None if limits is None else max(limits, default=0),
-            server_request=sum(server.request for server in servers),
-            server_limit=None if server_limits is None else sum(server_limits),
-            overhead=int(parse_resource_quantity(share.overhead)),
-            node=int(parse_resource_quantity(share.node_memory)) if share.node_memory else None,
-        )
-    return colocations
+    return {role: _add_memory(pods, stages_at_once, share) for role, pods in pods_by_role.items()}
+
+
+def _add_memory(pods: Sequence[JsonMapping], stages_at_once: int, share: Share) -> Colocation:
+    """Add up the memory of the pods of a role.
+
+    Args:
+        pods: their templates: stages, and servers, which are daemons.
+        stages_at_once: how many stages of a run have a pod at a time.
+        share: has the number of runs and the node's memory.
+    """
+    stages: list[PodMemory] = []
+    servers: list[PodMemory] = []
+    for pod in pods:
+        processes = servers if pod.get("daemon") else stages
+        processes.append(_read_memory(pod))
+    requests = sorted([stage.request for stage in stages], reverse=True)
+    limits = _list_limits(stages)
+    server_limits = _list_limits(servers)
+    return Colocation(
+        runs=share.runs_per_claim,
+        # Which stages meet in an asynchronous loop is not known: the largest may.
+        request=sum(requests[:stages_at_once]),
+        limit=None if limits is None else max(limits, default=0),
+        server_request=sum(server.request for server in servers),
+        server_limit=None if server_limits is None else sum(server_limits),
+        overhead=int(parse_resource_quantity(share.overhead)),
+        node=int(parse_resource_quantity(share.node_memory)) if share.node_memory else None,
+    )
 
 
 def check_colocation(workflow: JsonMapping) -> None:
@@ -135,11 +148,14 @@ def check_colocation(workflow: JsonMapping) -> None:
     for role, runs in compute_colocations(workflow).items():
         for name, amount in runs.excess():
             group = f"{runs.runs} runs, {role}s," if role else f"{runs.runs} runs"
-            terms = runs.describe_request() if name == "request" else runs.describe_use()
-            setting = "cluster.share.request" if name == "request" else "memory (batch, length)"
-            remedy = (
-                f"{group} {name} {terms} = {format_gib(amount)}; lower {setting} or runs_per_claim"
-            )
+            terms = runs.describe_use()
+            setting = "memory (batch, length)"
+            if name == "request":
+                # Requests are a setting; what a stage uses follows from its work.
+                terms = runs.describe_request()
+                setting = "cluster.share.request"
+            total = format_gib(amount)
+            remedy = f"{group} {name} {terms} = {total}; lower {setting} or runs_per_claim"
             raise UserError("cluster.share.node_memory", format_gib(runs.node or 0), remedy)
 
 
@@ -159,6 +175,7 @@ def describe_colocation(workflow: JsonMapping, parameters: int | None) -> Iterat
         if runs.used is not None:
             use = f"{runs.describe_use()} = {format_gib(runs.used)}"
         yield f"  used at a time, at most: {use}"
+        # A sampler has no optimizer to keep in memory.
         if parameters and role != "sampler":
             weights, adam = compute_trainer_memory(parameters)
             parts = f"{runs.runs} × ({format_gib(weights)} weights + {format_gib(adam)} Adam)"

@@ -124,6 +124,7 @@ def jobset_steps(
         queue=cluster.build_queue_labels(stage.resource_role),
         stage=stage.template,
     )
+    # A caller of the template cannot tell that the stage has several pods.
     inputs: Any = result.inputs
     start = apply_jobset(stage.job_template, manifest, cluster, inputs=inputs)
     arguments = {item.name: "{{inputs.parameters.%s}}" % item.name for item in inputs}

@@ -1,7 +1,7 @@
 """The arguments with which the client of Kubeflow's SDK (extra ``kubeflow``) creates a TrainJob of
 `as_trainjob`.
 
-    job = as_trainjob(Trl(…), "tune", cluster, dataset="s3://…#sft.parquet", model="s3://…#model")
+    job = as_trainjob(Trl(…), "tune", cluster, dataset="s3://…#rows", model="s3://…#model")
     TrainerClient().train(**build_train_arguments(job))
 
 The cluster needs Kubeflow Trainer 2.2 or later. The labels, node selector and tolerations of the

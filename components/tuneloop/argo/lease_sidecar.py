@@ -43,13 +43,13 @@ def add_lease_sidecar(template: "Container", cluster: Cluster, role: str) -> Non
     # Hera's own UserContainer leaves out the restart policy.
     sidecar = models.UserContainer.model_validate(build_lease_sidecar(share, role, image))
     init_containers: Any = template.init_containers or []
-    template.init_containers = init_containers + [sidecar]
+    template.init_containers = [*init_containers, sidecar]
     # The account's token is a volume, as only the sidecar mounts it.
     token = models.Volume.model_validate({"name": TOKEN, "projected": {"sources": TOKEN_SOURCES}})
     volumes: Any = template.volumes or []
-    template.volumes = volumes + [EmptyDirVolume(name=NAME, mount_path=DIRECTORY), token]
+    template.volumes = [*volumes, EmptyDirVolume(name=NAME, mount_path=DIRECTORY), token]
     env: Any = template.env or []
-    template.env = env + [models.EnvVar(name=fencing.VARIABLE, value=FILE)]
+    template.env = [*env, models.EnvVar(name=fencing.VARIABLE, value=FILE)]
     template.service_account_name = ACCOUNT
 
 

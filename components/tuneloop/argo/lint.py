@@ -64,6 +64,7 @@ def lint_workflow(workflow: JsonMapping) -> list[UserError]:
         if "dag" in template:
             problems += _check_dag(field, template, templates)
         elif "steps" in template:
+            # Steps run in their order and need no names of others to wait for.
             for step in list_calls(template):
                 problems += _check_call(f"{field}.steps.{step['name']}", step, templates)
         elif "container" in template or "script" in template:
@@ -90,9 +91,14 @@ def _check_spec(spec: JsonMapping, templates: Templates) -> Iterator[UserError]:
 
 def _read_hooks(caller: JsonMapping) -> dict[str, str]:
     """Read the hooks of a workflow or of a call: name → template; the exit handler is one."""
-    hooks = {name: hook.get("template") for name, hook in (caller.get("hooks") or {}).items()}
-    hooks["onExit"] = caller.get("onExit")
-    return {name: target for name, target in hooks.items() if target}
+    hooks: dict[str, str] = {}
+    for name, hook in (caller.get("hooks") or {}).items():
+        # A hook may also refer to a template of another object, which is not known here.
+        if hook.get("template"):
+            hooks[name] = hook["template"]
+    if caller.get("onExit"):
+        hooks["onExit"] = caller["onExit"]
+    return hooks
 
 
 def _check_workflow_names(metadata: JsonMapping) -> Iterator[UserError]:
@@ -101,7 +107,8 @@ def _check_workflow_names(metadata: JsonMapping) -> Iterator[UserError]:
         name = metadata.get(field)
         if not name:
             continue
-        longest = f"{name}{'0' * suffix}"
+        # The limits hold for the name that Kubernetes completes.
+        longest = name + "0" * suffix
         if not OBJECT_NAME.match(longest) or len(longest) > LONGEST_WORKFLOW:
             limit = LONGEST_WORKFLOW - suffix
             remedy = f"name the pipeline with at most {limit} lower-case letters, digits and dashes"
@@ -136,7 +143,7 @@ def _check_names(field: str, template: JsonMapping) -> Iterator[UserError]:
 
 def _check_dag(field: str, template: JsonMapping, templates: Templates) -> Iterator[UserError]:
     """Find faults of a graph, and of its tasks."""
-    calls = template["dag"].get("tasks", [])
+    calls = list_calls(template)
     tasks = {task["name"]: task for task in calls}
     if len(tasks) < len(calls):
         yield UserError(f"{field}.dag.tasks", len(calls), "two tasks have the same name")
@@ -145,6 +152,7 @@ def _check_dag(field: str, template: JsonMapping, templates: Templates) -> Itera
         yield UserError(f"{field}.timeout", template["timeout"], remedy)
     waits: dict[str, list[str]] = {}
     for name, task in tasks.items():
+        # A task whose condition cannot be read waits for nothing: the other rules go on.
         waits[name] = []
         try:
             waits[name], _ = parse_depends(task, tasks)
@@ -154,6 +162,7 @@ def _check_dag(field: str, template: JsonMapping, templates: Templates) -> Itera
         path = f"{field}.tasks.{name}"
         yield from _check_references(path, task, tasks, waits)
         yield from _check_call(path, task, templates)
+        # Without a condition the recursion never ends by itself.
         if task.get("template") == template["name"] and not task.get("when"):
             yield UserError(path, task["template"], "a template that calls itself needs a when")
     yield from _check_skipped_outputs(field, tasks)
@@ -189,7 +198,9 @@ def _check_skipped_outputs(field: str, tasks: Templates) -> Iterator[UserError]:
         if "outputs" not in text:
             continue
         for skipped in conditional & _find_references(task):
-            if f"{skipped}.status" not in text and f"['{skipped}'].status" not in text:
+            # Either notation of the task's name, as in REFERENCE.
+            guards = [f"{skipped}.status", f"['{skipped}'].status"]
+            if not any(guard in text for guard in guards):
                 remedy = f"may be skipped; guard by tasks.{skipped}.status"
                 yield UserError(f"{field}.tasks.{name}", f"tasks.{skipped}.outputs", remedy)
 
@@ -206,16 +217,18 @@ def _check_call(field: str, call: JsonMapping, templates: Templates) -> Iterator
     if template is None:
         yield UserError(f"{field}.template", call.get("template"), NO_TEMPLATE)
         return
-    arguments = call.get("arguments") or {}
-    inputs = template.get("inputs") or {}
     for kind in ("parameters", "artifacts"):
         path = f"{field}.arguments.{kind}"
-        passed_names = {item["name"] for item in arguments.get(kind, [])}
-        declared = {item["name"]: item for item in inputs.get(kind, [])}
-        for name, item in declared.items():
-            if name not in passed_names and not SOURCES & item.keys():
-                yield UserError(path, name, f"is required by template {template['name']}")
-        for name in sorted(passed_names - declared.keys()):
+        arguments = (call.get("arguments") or {}).get(kind, [])
+        inputs = (template.get("inputs") or {}).get(kind, [])
+        passed_names = {item["name"] for item in arguments}
+        input_names = {item["name"] for item in inputs}
+        for item in inputs:
+            if item["name"] not in passed_names and not SOURCES & item.keys():
+                remedy = f"is required by template {template['name']}"
+                yield UserError(path, item["name"], remedy)
+        # Argo reports no argument too many, so that a misspelled one would go unnoticed.
+        for name in sorted(passed_names - input_names):
             yield UserError(path, name, f"template {template['name']} has no such input")
 
 
@@ -242,7 +255,11 @@ def _check_pod(field: str, template: JsonMapping) -> Iterator[UserError]:
         yield UserError(path, backoff["maxDuration"], remedy)
     # A registry may have a port, so that only the last part of the path tells the tag.
     image = str(container.get("image", "")).rpartition("/")[2]
-    if "@" not in image and (":" not in image or image.endswith(":latest")):
+    is_pinned = "@" in image
+    if ":" in image and not image.endswith(":latest"):
+        is_pinned = True
+    if not is_pinned:
+        # A retry must not start another program than the attempt before.
         remedy = "name a version: a tag other than latest, or a digest"
         yield UserError(f"{field}.image", container.get("image"), remedy)
     has_gpus = any("gpu" in name for name in resources.get("limits") or {})
@@ -293,13 +310,20 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _walk(item, f"{path}.{name}")
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            label = item.get("name", index) if isinstance(item, Mapping) else index
+            label = index
+            if isinstance(item, Mapping):
+                # A path by names stays readable in a workflow of fifty templates.
+                label = item.get("name", index)
             yield from _walk(item, f"{path}.{label}")
 
 
 def _find_references(task: JsonMapping) -> set[str]:
     """Find the tasks whose results a task's tags and conditions name."""
     texts = TAG.findall(str(task.get("arguments") or {}))
+    # A condition is an expression as a whole, without the braces of a tag.
     texts.append(str(task.get("when", "")))
-    matches = [match for text in texts for match in REFERENCE.finditer(text)]
-    return {match[1] or match[2] for match in matches}
+    names: set[str] = set()
+    for text in texts:
+        for match in REFERENCE.finditer(text):
+            names.add(match[1] or match[2])
+    return names

@@ -126,10 +126,14 @@ def call_step(
             graph.
         when: the condition on which it runs; None: always.
     """
-    last_input = [name for name in step.wires if name in step.component.inputs][-1]
+    inputs = [name for name in step.wires if name in step.component.inputs]
+    last_input = inputs[-1]
     arguments: dict[str, str] = {}
     for name, wire in step.wires.items():
-        arguments[name] = values[wire] if wire in values else build_wire_tag(wire)
+        if wire in values:
+            arguments[name] = values[wire]
+        else:
+            arguments[name] = build_wire_tag(wire)
         # In the manifest a stage's output stands after its inputs and before its parameters.
         if name == last_input:
             arguments[to_kebab_case(step.component.output)] = f"{ITERATION}/{step.name}"
@@ -171,6 +175,7 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
     evaluate_every = config.loop.evaluate_every
     if not config.loop.asynchronous:
         return build_iteration(loop, templates, evaluate_every)
+    # The first batch and those of later iterations are sampled by one template.
     sampled = build_input_tags(loop.values_of(loop.batch))
     batch_outputs: list[Parameter] = []
     for wire in loop.batch_wires:
@@ -178,8 +183,11 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
     with build_dag("batch", sampled, batch_outputs) as batch:
         chain_steps(loop.batch, templates, sampled)
     turn = build_iteration(loop, templates, evaluate_every, batch)
-    outputs = [output_parameter(name, value=task_tag("turn", name)) for name in loop.outputs]
+    outputs: list[Parameter] = []
+    for name in loop.outputs:
+        outputs.append(output_parameter(name, value=task_tag("turn", name)))
     with build_dag("loop", loop.inputs, outputs) as template:
+        # Nothing is trained meanwhile: there is no batch yet.
         first = batch(name="batch", arguments=sampled)
         arguments = build_input_tags(loop.inputs)
         for wire in loop.batch_wires:
@@ -218,14 +226,18 @@ def build_iteration(
     if batch:
         values |= {wire: input_tag(output_of(wire)) for wire in loop.batch_wires}
     inputs = list(loop.inputs) + batch_names
-    with build_dag("turn" if batch else "loop", inputs, build_last_outputs(last_terms)) as template:
-        last_scored = None if batch else chain_steps(loop.batch, templates, values)
+    outputs = build_last_outputs(last_terms)
+    with build_dag("turn" if batch else "loop", inputs, outputs) as template:
+        last_scored: Any = None
+        if not batch:
+            last_scored = chain_steps(loop.batch, templates, values)
         update = call_step(loop.trainer, templates, values)
         if last_scored is not None:
             last_scored >> update
         trained = {name: Output(update, output_of(wire)) for name, wire in loop.carry.items()}
         working = [update]
         if batch:
+            # It has no edge from the update: both run at the same time.
             sampled = build_input_tags(loop.values_of(loop.batch))
             sampled["iteration"] = next_number
             working.append(batch(name="ahead", arguments=sampled, when=goes_on_here))
@@ -233,6 +245,7 @@ def build_iteration(
         arguments |= trained
         arguments |= build_input_tags(loop.constants)
         arguments |= build_input_tags(["endpoint"])
+        # The next iteration updates on the batch that was sampled during this one's update.
         for name in batch_names:
             output: Any = g.tasks.ahead.outputs.parameters[name]
             arguments[name] = build_optional_output("ahead", output)
@@ -331,6 +344,7 @@ def build_pods(loop: Loop, pod: Any) -> Any:
     """Build the template `loop` with several iterations in a pod: it calls the container `pod`, and
     then itself.
     """
+    # A pod may stop early, at the target reward or by itself: its outputs say where it stands.
     results = g.tasks.iterations.outputs.parameters
     outputs = build_last_outputs({name: results[name] for name in loop.pod_outputs})
     with build_dag("loop", loop.inputs, outputs) as template:
@@ -396,6 +410,7 @@ def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
                 task = call_once(step, templates, values, name, when=f"{~P(condition):=}")
                 last >> task
                 last = task
+                # All of them are skipped together where the run continues in another workflow.
                 for wire in step.outputs:
                     output = output_term(name, output_of(wire))
                     values[wire] = build_optional_output(name, output)
@@ -424,14 +439,15 @@ def call_server(
     if server is None or SERVER not in templates:
         return [], config.engine.endpoint_url
     boot = {} if config.engine.publication else {"policy": policy}
-    arguments_by_task = {SERVER: boot}
-    if server.replicas > 1:
-        arguments_by_task = {
-            f"{SERVER}-{i}": boot | {"replica": str(i)} for i in range(1, server.replicas + 1)
-        }
+    template = templates[SERVER]
     tasks: list[Any] = []
-    for name, arguments in arguments_by_task.items():
-        tasks.append(templates[SERVER](name=name, arguments=arguments))
+    if server.replicas == 1:
+        tasks.append(template(name=SERVER, arguments=boot))
+    else:
+        # A daemon's task has the address of one pod, so that each replica is a task.
+        for number in range(1, server.replicas + 1):
+            arguments = boot | {"replica": str(number)}
+            tasks.append(template(name=f"{SERVER}-{number}", arguments=arguments))
     return tasks, ",".join(f"http://{task.ip}:{server.port}" for task in tasks)
 
 
@@ -455,8 +471,12 @@ def call_loop(
     before = call_once(loop.check, templates, arguments, f"{loop.check.name}-before")
     part_arguments = {name: arguments[name] for name in loop.values_of(loop.steps)}
     first = templates["part"](name="part", arguments=part_arguments)
-    is_colocated = bool(config.engine.server and config.engine.server.colocate)
-    (start if is_colocated else boot.task) >> servers
+    server = config.engine.server
+    if server and server.colocate:
+        # It would take the device from the stages that train the loop's first policy.
+        start >> servers
+    else:
+        boot.task >> servers
     awaited = [start]
     awaited += servers
     awaited >> before >> first

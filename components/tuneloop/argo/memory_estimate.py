@@ -87,7 +87,9 @@ def count_adapter_parameters(stage: StagePlan, model: Model) -> int | None:
     # A text is a pattern of peft's, which only the loaded model can resolve.
     if not model.linears or isinstance(targets, str) or not set(targets) <= model.linears.keys():
         return None
-    width = sum(sum(model.linears[name]) for name in set(targets))
+    width = 0
+    for name in set(targets):
+        width += sum(model.linears[name])
     return model.layers * lora.r * width
 
 
@@ -154,13 +156,23 @@ def compute_memory_request(pods: Sequence[PodPlan], parts: Sequence[Part]) -> in
     """Compute the bytes to request for a pod that runs the stages of `pods` one after another and
     holds `parts`.
     """
-    ranks = [pod.ranks if isinstance(pod, StagePlan) else 1 for pod in pods]
-    programs = max(_choose_program(pod) * count for pod, count in zip(pods, ranks))
-    # torchrun itself imports torch, and computes nothing.
-    launcher = TORCH_PROGRAM / 2 if max(ranks) > 1 else 0
-    is_on_host = _keeps_cache_on_host(pods) or not any(pod.resources.accelerators for pod in pods)
-    states = sum(size for text, size in parts if is_on_host or "weights" in text)
-    return math.ceil((programs + launcher + states) / STEP) * STEP
+    programs = 0.0
+    launcher = 0.0
+    is_on_host = True
+    for pod in pods:
+        ranks = pod.ranks if isinstance(pod, StagePlan) else 1
+        # Stages that follow one another give their memory back: the largest counts.
+        programs = max(programs, _choose_program(pod) * ranks)
+        if ranks > 1:
+            # torchrun itself imports torch, and computes nothing.
+            launcher = TORCH_PROGRAM / 2
+        if pod.resources.accelerators:
+            is_on_host = False
+    if _keeps_cache_on_host(pods):
+        is_on_host = True
+    # Weights pass through host memory also where a GPU holds everything.
+    sizes = [part.size for part in parts if is_on_host or "weights" in part.text]
+    return math.ceil((programs + launcher + sum(sizes)) / STEP) * STEP
 
 
 def _choose_program(pod: PodPlan) -> int:
@@ -172,9 +184,13 @@ def _choose_program(pod: PodPlan) -> int:
 
 def _keeps_cache_on_host(pods: Sequence[PodPlan]) -> bool:
     """Say whether one of the pods is a server whose snapshot holds its KV cache."""
-    # vLLM drops its cache before it sleeps; a server that does not sleep keeps it in the snapshot.
-    options = [pod.engine_args for pod in pods if isinstance(pod, ServerPlan)]
-    return any(item.get("snapshot") and not item.get("enable_sleep_mode") for item in options)
+    for pod in pods:
+        if not isinstance(pod, ServerPlan):
+            continue
+        # vLLM drops its cache before it sleeps. A server that does not sleep keeps it.
+        if pod.engine_args.get("snapshot") and not pod.engine_args.get("enable_sleep_mode"):
+            return True
+    return False
 
 
 def _estimate_weights(model: Model, width: int, pods: int = 1) -> Part:
@@ -213,6 +229,7 @@ def _estimate_states(stage: StagePlan, model: Model) -> list[Part]:
         size = trained * TRAINED_BYTES / stage.nodes
         parts.append(Part(text + _describe_pods(stage.nodes), size))
     algorithm = stage.parameters.get("algorithm_args", {})
+    # Without a KL term the reference is never loaded.
     if "reference" in stage.wired and algorithm.get("beta"):
         text = f"{model.parameters:,} × 4 weights of the reference{_describe_pods(stage.nodes)}"
         parts.append(Part(text, weights.size))
@@ -228,8 +245,10 @@ def _estimate_step(stage: StagePlan, model: Model, sequences: float, length: flo
     layers = f"{model.layers} layers × {layer:,}"
     if is_checkpointed:
         layers = f"({model.layers} layers × {4 * model.hidden:,} + {layer:,} of one)"
+    # Each rank computes a batch of its own, and all ranks of a pod share its memory.
     ranks = f" × {stage.ranks} ranks" if stage.ranks > 1 else ""
-    activations = tokens * count_activation_bytes(model, is_checkpointed, dtype) * stage.ranks
+    token_bytes = count_activation_bytes(model, is_checkpointed, dtype)
+    activations = tokens * token_bytes * stage.ranks
     # The trainer computes the logits in parts that are no larger than this.
     largest = GPU_LOGITS if stage.resources.accelerators else LOGITS
     logits = tokens * model.vocab
@@ -237,8 +256,10 @@ def _estimate_step(stage: StagePlan, model: Model, sequences: float, length: flo
     if logits > largest:
         logits = largest
         terms = f"{largest:,}"
+    batch = f"{sequences:g} × {length:g} tokens"
     return [
-        Part(f"{sequences:g} × {length:g} tokens × {layers}{ranks} activations", activations),
+        Part(f"{batch} × {layers}{ranks} activations", activations),
+        # float32 logits and their gradient.
         Part(f"{terms} logits at once × 8{ranks}", logits * 8 * stage.ranks),
     ]
 
@@ -260,8 +281,9 @@ def _estimate_sampling(stage: StagePlan, model: Model, context: int | None) -> l
     parts = [_estimate_weights(model, width)]
     if context:
         largest = int(stage.engine_args.get("max_num_seqs", SEQUENCES))
+        # An engine that is told no number of prompts computes as many at once as it can.
         prompts: float = largest
-        # The setting that says most precisely how many prompts a batch has.
+        # The setting that says most precisely how many prompts a batch has comes first.
         for name in ("oversampled_prompts", "prompts_per_iteration", "limit"):
             number = stage.number(name)
             if number:
@@ -300,6 +322,7 @@ def plan_memory(plan: RunPlan, share: Share | None) -> RunPlan:
     processes: list[StagePlan | ServerPlan] = list(plan.stages.values())
     processes += plan.servers.values()
     model = model_of(processes)
+    # Without its shape nothing is estimated: pods keep the requests of their roles.
     if not isinstance(model, Model):
         return plan
     context = context_of(processes)
@@ -346,8 +369,11 @@ def _request_memory(pod: Pod, amount: int, is_complete: bool, share: Share | Non
     if is_complete:
         update["memory_limit"] = text
     shared_request = share.request if share and pod.resource_role != "cpu" else ""
-    keeps_request = bool(shared_request) and amount >= parse_resource_quantity(shared_request)
-    is_large = amount > parse_resource_quantity(UNKNOWN)
-    if not keeps_request and (is_complete or is_large):
+    if shared_request and amount >= parse_resource_quantity(shared_request):
+        # The scheduler adds the requests of all runs, which is why this one was set lower.
+        is_requested = False
+    else:
+        is_requested = is_complete or amount > parse_resource_quantity(UNKNOWN)
+    if is_requested:
         update["memory_request"] = text
     return pod.model_copy(update={"resources": pod.resources.model_copy(update=update)})

@@ -1,9 +1,11 @@
-"""A pipeline as an Argo Workflow: a template for each of its stages, and the graph `main` that calls them."""
+"""A pipeline as an Argo Workflow: a template for each of its stages, and the graph `main` that calls
+them.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hera.workflows import DAG, NodeNameConflict, Workflow
+from hera.workflows import DAG, NodeNameConflict, Task, Workflow
 
 from tuneloop.argo.loop import (
     Templates,
@@ -126,15 +128,25 @@ class Tasks:
         self._ancestors: dict[str, set[str]] = {}
 
     def stage(self, component: Component, name: str = "", **inputs: Output) -> Outputs:
+        """Draw a stage as a task, named after its template or `name`.
+
+        Args:
+            component: the stage.
+            name: of the task; the run's artifact of the stage has it, too.
+            inputs: outputs of other tasks, by the stage's names of its inputs.
+        """
         name = name or component.template
         check_drawing(component, name, self._templates, self._ancestors)
-        arguments: dict[str, str] = {to_kebab_case(key): value for key, value in inputs.items()}
+        arguments: dict[str, str] = {}
+        parents: dict[str, Task] = {}
+        implied: set[str] = set()
+        for key, value in inputs.items():
+            arguments[to_kebab_case(key)] = value
+            parent = str(value.task.name)
+            parents[parent] = value.task
+            implied |= self._ancestors[parent]
         arguments[to_kebab_case(component.output)] = f"{RUN}/{name}"
         task = self._templates[component.template](name=name, arguments=arguments)
-        parents = {str(value.task.name): value.task for value in inputs.values()}
-        implied: set[str] = set()
-        for parent in parents:
-            implied |= self._ancestors[parent]
         for parent, parent_task in parents.items():
             # An edge that follows from others would only make the graph harder to read.
             if parent not in implied:
@@ -143,5 +155,11 @@ class Tasks:
         return Outputs(lambda output: Output(task, to_kebab_case(output)))
 
     def loop(self, serve: Output, **values: Output) -> None:
+        """Draw the pipeline's loop.
+
+        Args:
+            serve: the checkpoint that a rollout server boots with.
+            values: what the loop starts from, by the names in its `carry` and `constants`.
+        """
         assert self._loop, "the pipeline is built with its loop"
         call_loop(self._loop, self._templates, self.config, serve, values)

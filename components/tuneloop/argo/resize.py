@@ -45,6 +45,7 @@ def resize_while_asleep(template: Any, asleep: Mapping[str, str]) -> None:
     patch = json.loads(template.pod_spec_patch or "{}")
     patch.setdefault("containers", []).append({"name": CONTAINER, "resizePolicy": IN_PLACE})
     template.pod_spec_patch = json.dumps(patch, separators=(",", ":"))
+    # The server itself asks for the change when it falls asleep or wakes up.
     template.args += [FLAG, encode_value(dict(asleep))]
     template.service_account_name = ACCOUNT
     sources = [models.VolumeProjection.model_validate(source) for source in TOKEN_SOURCES]

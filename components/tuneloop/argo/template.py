@@ -24,7 +24,9 @@ from tuneloop.workflow.settings import DELETE_DELAY, SHARE, Cluster
 
 
 class Workflow(hera.workflows.Workflow):
-    """Hera's Workflow, whose graphs reserve the claims that its pods use, once all of them are drawn."""
+    """Hera's Workflow, whose graphs reserve the claims that its pods use, once all of them are
+    drawn.
+    """
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -168,7 +170,9 @@ def build_inputs(component: Component, stage: StagePlan) -> list[Parameter]:
 def prepare_sampling(
     component: Component, stage: StagePlan, container: Container, cluster: Cluster
 ) -> None:
-    """Give a stage's pod the token of the servers that it calls, or the lease on the devices that it shares."""
+    """Give a stage's pod the token of the servers that it calls, or the lease on the devices that
+    it shares.
+    """
     engine = pod_fields.read_engine(component, stage.parameters)
     calls_server = "endpoint" in stage.wired
     if calls_server and engine and engine.serves:
@@ -183,8 +187,9 @@ def prepare_sampling(
 def server_template(server: ServerPlan, cluster: Cluster) -> Container:
     """Build the vLLM server as a daemon of the graph that starts it.
 
-    It follows the versions published at its URL of weights. Without one it has an input ``policy``, boots from this
-    checkpoint and loads what it is told to. One of several has an input ``replica``, its number.
+    It follows the versions published at its URL of weights. Without one it has an input ``policy``,
+    boots from this checkpoint and loads what it is told to. One of several has an input
+    ``replica``, its number.
     """
     has_replicas = server.replicas > 1
     inputs: list[str] = []

@@ -66,6 +66,7 @@ def as_trainjob(
         raise UserError("cluster.share.group", cluster.share.group, remedy)
     container = pod_spec(backend.image, "trainer", [], [], cluster)["containers"][0]
     labels = _build_labels(run)
+    # The runtime's pods are Trainer's: what is ours is laid over them.
     override: JsonObject = {"targetJobs": [{"name": "node"}], "metadata": {"labels": labels}}
     if cluster.trainer.place:
         override["spec"] = cluster.trainer.place
@@ -189,6 +190,7 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
         "kind": "Job",
         "metadata": {"name": name, "labels": labels | cluster.build_queue_labels("trainer")},
         "spec": {
+            # The next `tuneloop.cluster.launch` replaces a Job that failed.
             "backoffLimit": 0,
             "ttlSecondsAfterFinished": 3600,
             "template": {"metadata": {"labels": labels}, "spec": pod},
