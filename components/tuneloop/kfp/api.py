@@ -1,9 +1,10 @@
-"""Kubeflow Pipelines' API v2beta1 (backend/api/v2beta1/run.proto) for tasks of a run, whose images have no kfp."""
+"""Kubeflow Pipelines' API v2beta1 (backend/api/v2beta1/run.proto) for tasks of a run, whose images
+have no kfp.
+"""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 from tuneloop.core.errors import Interrupted, Retryable, Unavailable, UserError
@@ -12,7 +13,7 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 
 DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 """States of a run that has ended."""
-KEPT = (
+COPIED_FIELDS = (
     "display_name",
     "description",
     "experiment_id",
@@ -21,9 +22,15 @@ KEPT = (
     "runtime_config",
     "service_account",
 )
-"""Fields of a run's message that are copied to start another run like it; the others describe its progress."""
+"""Fields of a run's message that are copied to start another run like it.
+
+The other fields describe its progress.
+"""
 TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
 """Token file that PodDefaults mount into the pods of a backend with several users."""
+REQUEST_TIMEOUT_S = 60.0
+UNAVAILABLE = (429, 502, 503, 504)
+"""Statuses that a proxy, or a server that starts, answers with for a while."""
 
 
 class NotThere(UserError):
@@ -31,25 +38,38 @@ class NotThere(UserError):
 
 
 class RunApi:
-    """Reads and starts runs. Methods raise `Retryable` if the API does not answer, `UserError` if it refuses."""
+    """Reads and starts runs.
+
+    Methods raise `Retryable` if the API does not answer, and `UserError` if it refuses.
+    """
 
     def __init__(self, address: str) -> None:
         self._runs = f"{address.rstrip('/')}/apis/v2beta1/runs"
 
     def read_run(self, run_id: str) -> JsonObject:
-        """Read a run's message (``v2beta1Run``). Raises NotThere where there is no such run."""
+        """Read a run's message (``v2beta1Run``). Raises NotThere if there is no such run."""
         return _call("GET", f"{self._runs}/{run_id}")
 
     def list_runs(self, experiment_id: str, name: str, *, part: bool = False) -> list[JsonObject]:
-        """List the newest hundred runs of a name, newest first; with `part`, all runs whose name contains it."""
-        query = {"experiment_id": experiment_id, "filter": match_name(name, part=part)}
-        query |= {"sort_by": "created_at desc", "page_size": "100"}
-        listed: list[JsonObject] = []
+        """List the newest hundred runs of a name, newest first.
+
+        Args:
+            experiment_id: the experiment that the runs belong to.
+            name: the display name of the runs.
+            part: list all runs whose name contains `name` instead.
+        """
+        query = {
+            "experiment_id": experiment_id,
+            "filter": match_name(name, part=part),
+            "sort_by": "created_at desc",
+            "page_size": "100",
+        }
+        runs: list[JsonObject] = []
         while True:
             page = _call("GET", f"{self._runs}?{urlencode(query)}")
-            listed += page.get("runs", [])
+            runs += page.get("runs", [])
             if not part or not page.get("next_page_token"):
-                return listed
+                return runs
             query["page_token"] = page["next_page_token"]
 
     def start_run(self, run: JsonMapping) -> str:
@@ -62,13 +82,21 @@ class RunApi:
         return str(newest["run_id"]) if newest["created_at"] > run["created_at"] else None
 
     def start_next_run(self, run_id: str) -> str:
-        """Start a run like `run_id`, which continues after the committed iterations, and return its id; if a retried
-        task finds a newer run, return that run's id. Raises Interrupted if `run_id` is being stopped."""
-        own = self.read_run(run_id)
-        if newer := self.find_newer_run(own):
-            return newer
-        refuse_stopped_run(own)
-        return self.start_run({name: own[name] for name in KEPT if name in own})
+        """Start a run like `run_id`, which continues after the committed iterations.
+
+        Returns:
+            The id of the run that continues this one.
+
+        Raises:
+            Interrupted: `run_id` is being stopped.
+        """
+        run = self.read_run(run_id)
+        # An earlier attempt of this task may have started the next run already.
+        newer_run_id = self.find_newer_run(run)
+        if newer_run_id:
+            return newer_run_id
+        refuse_stopped_run(run)
+        return self.start_run({name: run[name] for name in COPIED_FIELDS if name in run})
 
 
 def match_name(name: str, *, part: bool = False) -> str:
@@ -87,35 +115,54 @@ def refuse_stopped_run(run: JsonMapping) -> None:
         raise Interrupted(f"run {run['run_id']} is being stopped: no run continues it")
 
 
-def _call(method: str, url: str, body: Any = None) -> JsonObject:
-    headers = {"Authorization": f"Bearer {TOKEN.read_text().strip()}"} if TOKEN.exists() else None
+def _call(method: str, url: str, body: JsonMapping | None = None) -> JsonObject:
+    headers: dict[str, str] = {}
+    # The kubelet renews the token, so it is read for each request.
+    if TOKEN.exists():
+        headers["Authorization"] = f"Bearer {TOKEN.read_text().strip()}"
     return call_api("kfp.api", method, url, body, headers)
 
 
 def call_api(
-    field: str, method: str, url: str, body: Any = None, headers: Mapping[str, str] | None = None
+    field: str,
+    method: str,
+    url: str,
+    body: JsonMapping | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> JsonObject:
-    """Send a request and return the JSON of the answer; `field` is the setting that names the address. Raises
-    Unavailable without an answer and at status 429, 502, 503 and 504, Retryable at 500, NotThere at 404, and UserError
-    at any other refusal and at an answer that is not JSON."""
+    """Send a request and return the JSON of the answer.
+
+    Args:
+        field: the setting that names the address, for messages.
+        method: GET or POST.
+        url: the address with its query.
+        body: what is sent as JSON.
+        headers: such as a token.
+
+    Raises:
+        Unavailable: there is no answer, or its status is 429, 502, 503 or 504.
+        Retryable: the status is 500.
+        NotThere: the status is 404.
+        UserError: any other refusal, or an answer that is not JSON.
+    """
     try:
-        status, answer = send_request(method, url, timeout_s=60.0, body=body, headers=headers)
+        status, answer = send_request(
+            method, url, timeout_s=REQUEST_TIMEOUT_S, body=body, headers=headers
+        )
     except Unanswered as error:
         raise Unavailable(f"{field}: {url}: {error}") from error
-    said = answer[:200].decode(errors="replace")
-    if status in (429, 502, 503, 504):
-        raise Unavailable(f"{field}: {url}: {status}: {said}")
+    excerpt = answer[:200].decode(errors="replace")
+    if status in UNAVAILABLE:
+        raise Unavailable(f"{field}: {url}: {status}: {excerpt}")
     if status == 500:
-        raise Retryable(f"{field}: {url}: {status}: {said}")
+        raise Retryable(f"{field}: {url}: {status}: {excerpt}")
     if status >= 300:
-        kind = NotThere if status == 404 else UserError
-        raise kind(
-            field, url, f"refused ({status}): {said}; {field} names the address as pods reach it"
-        )
+        error_class = NotThere if status == 404 else UserError
+        remedy = f"refused ({status}): {excerpt}; {field} names the address as pods reach it"
+        raise error_class(field, url, remedy)
     try:
-        read: JsonObject = json.loads(answer)
+        message: JsonObject = json.loads(answer)
     except ValueError:
-        raise UserError(
-            field, url, f"does not answer with JSON: {said}; {field} names the API, not its UI"
-        ) from None
-    return read
+        remedy = f"does not answer with JSON: {excerpt}; {field} names the API, not its UI"
+        raise UserError(field, url, remedy) from None
+    return message

@@ -1,7 +1,9 @@
 """The task of a schedule's recurring run: ``python -m tuneloop.kfp.check_data --executor-input …``
 
-It makes the prompts again and starts the run named after their digest, by the rule of `tuneloop.cluster.schedule`: a
-successful run is not repeated, a failed one is resumed, and none starts while another is active."""
+It makes the prompts again and starts the run named after their digest, by the rule of
+`tuneloop.cluster.schedule`: a successful run is not repeated, a failed one is resumed, and none
+starts while another is active.
+"""
 
 import re
 import sys
@@ -20,60 +22,85 @@ from tuneloop.runs.records import DIGITS
 from tuneloop.stages.data_prep import data_prep
 
 
-def start_scheduled_run(api: RunApi, own: JsonMapping, digest: str, wanted: JsonMapping) -> str:
-    """Start the run of the prompts with `digest`, unless it has succeeded or a run of the schedule is active; return a
-    line that says which. `own` is the recurring run itself; `wanted` has ``schedule``, ``store``, ``pipeline_id`` and
-    ``pipeline_version_id``. Raises Interrupted if `own` is being stopped."""
-    schedule = wanted["schedule"]
-    name = f"{schedule}-{digest.partition(':')[2][:DIGITS]}"
-    pattern = re.compile(rf"{re.escape(schedule)}-[0-9a-f]{{{DIGITS}}}")
-    listed = api.list_runs(own["experiment_id"], f"{schedule}-", part=True)
-    mine = [run for run in listed if pattern.fullmatch(run["display_name"])]
-    if active := [run["display_name"] for run in mine if run.get("state") not in DONE]:
-        return f"skipped: {active[0]} is under way"
-    newest = next((run for run in mine if run["display_name"] == name), None)
+def start_scheduled_run(
+    api: RunApi, recurring_run: JsonMapping, digest: str, schedule: JsonMapping
+) -> str:
+    """Start the run of the prompts with `digest`, unless it has succeeded or a run of the schedule
+    is active.
+
+    Args:
+        api: of the backend that the task runs on.
+        recurring_run: the message of the recurring run, which the task belongs to.
+        digest: of the prompts, ``sha256:…``.
+        schedule: has ``schedule`` (its name), ``store``, ``pipeline_id`` and
+            ``pipeline_version_id``.
+
+    Returns:
+        A line that says what was started, or why nothing was.
+
+    Raises:
+        Interrupted: the recurring run is being stopped.
+    """
+    prefix = schedule["schedule"]
+    name = f"{prefix}-{digest.partition(':')[2][:DIGITS]}"
+    # The API matches parts of names, so it also lists runs of a schedule whose name is longer.
+    pattern = re.compile(rf"{re.escape(prefix)}-[0-9a-f]{{{DIGITS}}}")
+    experiment_id = recurring_run["experiment_id"]
+    candidates = api.list_runs(experiment_id, f"{prefix}-", part=True)
+    runs = [run for run in candidates if pattern.fullmatch(run["display_name"])]
+    for run in runs:
+        if run.get("state") not in DONE:
+            return f"skipped: {run['display_name']} is under way"
+    # The list begins with the newest, so an earlier failure does not hide a success.
+    newest = next((run for run in runs if run["display_name"] == name), None)
     if newest and newest["state"] == "SUCCEEDED":
         return f"skipped: no new data since {name}"
-    refuse_stopped_run(own)
-    root = own.get("runtime_config", {}).get("pipeline_root")
-    config: JsonObject = {"parameters": {"run": name, "store": wanted["store"]}}
-    version = {key: wanted[key] for key in ("pipeline_id", "pipeline_version_id")}
-    run_id = api.start_run(
-        {
-            "display_name": name,
-            "experiment_id": own["experiment_id"],
-            "pipeline_version_reference": version,
-            "runtime_config": {**config, **({"pipeline_root": root} if root else {})},
-            **{key: own[key] for key in ("service_account",) if own.get(key)},
-        }
-    )
+    refuse_stopped_run(recurring_run)
+    config: JsonObject = {"parameters": {"run": name, "store": schedule["store"]}}
+    root = recurring_run.get("runtime_config", {}).get("pipeline_root")
+    if root:
+        config["pipeline_root"] = root
+    request: JsonObject = {
+        "display_name": name,
+        "experiment_id": experiment_id,
+        "pipeline_version_reference": {
+            "pipeline_id": schedule["pipeline_id"],
+            "pipeline_version_id": schedule["pipeline_version_id"],
+        },
+        "runtime_config": config,
+    }
+    if recurring_run.get("service_account"):
+        request["service_account"] = recurring_run["service_account"]
+    run_id = api.start_run(request)
     return f"started {name} as {run_id}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run as a program."""
+    """Make the prompts, and start a run if they are new; return the exit code."""
     task = Task.read(argv[1])
-    given = task.parameters
-    flags = [
-        word
-        for k, v in given["data"].items()
-        for word in (f"--{to_kebab_case(k)}", encode_parameter(v))
-    ]
+    parameters = task.parameters
+    flags: list[str] = []
+    for name, value in parameters["data"].items():
+        flags += [f"--{to_kebab_case(name)}", encode_parameter(value)]
 
     @report_errors
     def start_run() -> int:
-        api = RunApi(given["api"])
+        api = RunApi(parameters["api"])
         manifest = find_manifest(url)
         assert manifest is not None, "the stage has just committed it"
-        line = start_scheduled_run(api, api.read_run(given["run_id"]), manifest.digest, given)
+        recurring_run = api.read_run(parameters["run_id"])
+        line = start_scheduled_run(api, recurring_run, manifest.digest, parameters)
         print(line, file=sys.stderr)
         task.results = {"done": line}
         return 0
 
+    # Only the digest is of use: the run that is started makes the prompts in the store.
     with tempfile.TemporaryDirectory() as scratch:
         url = f"file://{scratch}/prompts"
-        code = retry_in_process(lambda: data_prep.run([*flags, "--prompts", url]), str)
-        code = code or retry_in_process(start_run, str)
+        flags += ["--prompts", url]
+        code = retry_in_process(lambda: data_prep.run(flags), str)
+        if code == 0:
+            code = retry_in_process(start_run, str)
     if code == 0:
         task.finish()
     return code

@@ -1,5 +1,9 @@
-"""Runs of compiled pipelines on a Kubeflow Pipelines backend, through its API. Submitting a run's name again resumes
-it: its committed stages end at once. Errors of the client library become one line (`UserError`, `Retryable`)."""
+"""Runs of compiled pipelines on a Kubeflow Pipelines backend, through its API.
+
+Submitting a run's name again resumes it: its committed stages end at once. Errors of the client
+library become one line (`UserError`, `Retryable`). The library has no types, so that its clients,
+runs and pipelines are `Any` here.
+"""
 
 import io
 import json
@@ -16,23 +20,36 @@ from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonObject
-from tuneloop.kfp.api import DONE, match_name
+from tuneloop.kfp.api import DONE, UNAVAILABLE, match_name
 from tuneloop.kube.connection import list_status_nodes, read_api_message
 
 EXPERIMENT = "tuneloop"
-FOUND = "address taken from the kubeconfig"
-ADDRESS = "--endpoint or KF_PIPELINES_ENDPOINT names the API's address"
-TIMEOUT_S = 30  # as Argo's; the client library itself would wait for ever
+KUBECONFIG_ADDRESS = "address taken from the kubeconfig"
+"""What messages name in place of an address that was not set."""
+ADDRESS_REMEDY = "--endpoint or KF_PIPELINES_ENDPOINT names the API's address"
+TIMEOUT_S = 30
+"""As Argo's; the client library itself would wait for ever."""
 INNER = re.compile(r"executor|root|entrypoint|.+-driver|.+\.onExit")
 """Nodes that KFP adds to each task; they are not shown to people."""
 ATTEMPT = re.compile(r"\((\d+)\)$")
-"""The number of an attempt at the end of the name of a retried node's child. KFP 2.17's manifests retry every template,
-so that each node has a parent of the same name."""
+"""The number of an attempt at the end of the name of a retried node's child.
+
+KFP 2.17's manifests retry every template, so that each node has a parent of the same name.
+"""
+NO_LOG = '{"error_message"'
+"""The beginning of an answer with status 200 that is no log: neither pod nor archive has it."""
 
 
 @dataclass(frozen=True)
 class TaskStatus:
-    """One task of a run: its name in the graph, KFP's state, seconds from start to end (or 0 before the end)."""
+    """One task of a run.
+
+    Attributes:
+        name: its name in the graph.
+        state: KFP's state.
+        seconds: from start to end; 0 before the end.
+        error: why it failed; empty if it did not.
+    """
 
     name: str
     state: str
@@ -40,42 +57,58 @@ class TaskStatus:
     error: str
 
 
-def connect_to_kfp(endpoint: str | None = None, field: str = "kfp", remedy: str = ADDRESS) -> Any:
-    """Connect to the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else by kubeconfig). Raises UserError if
-    kfp is not installed, or the endpoint does not answer."""
+def connect_to_kfp(
+    endpoint: str | None = None, field: str = "kfp", remedy: str = ADDRESS_REMEDY
+) -> Any:
+    """Connect to Kubeflow Pipelines' API.
+
+    Args:
+        endpoint: its URL; by default ``KF_PIPELINES_ENDPOINT``, or else what the kubeconfig says.
+        field: the setting that names the URL, for messages.
+        remedy: what messages advise.
+
+    Raises:
+        UserError: kfp is not installed, or the endpoint does not answer.
+    """
     check_kfp_is_installed()
     from kfp import Client
     from kfp_server_api import ApiException
     from urllib3 import Retry, exceptions
 
-    class Once(Client):  # type: ignore[misc]  # the library has no types
-        """Checks the backend's health once, where kfp would five times with tracebacks, and with a timeout."""
+    class PatientClient(Client):  # type: ignore[misc]  # the library has no types
+        """Checks the backend's health once, where kfp would five times with tracebacks, and with a
+        timeout.
+        """
 
         def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
-            api = self._healthz_api.api_client.rest_client
-            api.request = lambda *args, **how: type(api).request(
-                api, *args, **how | {"_request_timeout": TIMEOUT_S}
-            )
-            api.pool_manager.connection_pool_kw["retries"] = Retry(connect=0, read=0)
+            rest = self._healthz_api.api_client.rest_client
+            send = type(rest).request
+
+            # The library passes no timeout of its own, and has no setting for one.
+            def send_with_timeout(*args: Any, **options: Any) -> Any:
+                options["_request_timeout"] = TIMEOUT_S
+                return send(rest, *args, **options)
+
+            rest.request = send_with_timeout
+            rest.pool_manager.connection_pool_kw["retries"] = Retry(connect=0, read=0)
             return self._healthz_api.healthz_service_get_healthz()
 
+    address = endpoint or KUBECONFIG_ADDRESS
     with warnings.catch_warnings(), translate_api_errors(endpoint, field):
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            with redirect_stdout(
-                io.StringIO()
-            ):  # it prints "Failed to load kube config." even if it needs none
-                client = Once(host=endpoint)
+            # It prints "Failed to load kube config." even if it needs none.
+            with redirect_stdout(io.StringIO()):
+                client = PatientClient(host=endpoint)
             client.get_kfp_healthz()
         except ApiException as error:
             if error.status != 404:
                 raise
-            told = f"has no Kubeflow Pipelines ({read_api_message(error)}); {remedy}"
-            raise UserError(field, endpoint or FOUND, told) from error
+            message = f"has no Kubeflow Pipelines ({read_api_message(error)}); {remedy}"
+            raise UserError(field, address, message) from error
         except exceptions.HTTPError as error:
-            raise UserError(
-                field, endpoint or FOUND, f"does not answer ({type(error).__name__}); {remedy}"
-            ) from error
+            message = f"does not answer ({type(error).__name__}); {remedy}"
+            raise UserError(field, address, message) from error
     return client
 
 
@@ -86,8 +119,14 @@ def check_kfp_is_installed() -> None:
 
 
 @contextmanager
-def translate_api_errors(asked: str | None, field: str = "kfp") -> Iterator[None]:
-    """Raise errors of the client library as UserError, or as Retryable where the API may answer later."""
+def translate_api_errors(value: str | None, field: str = "kfp") -> Iterator[None]:
+    """Raise errors of the client library as UserError, or as Retryable where the API may answer
+    later.
+
+    Args:
+        value: what the request is for, such as the name of a run.
+        field: the setting or argument that has the value.
+    """
     from kfp_server_api import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -95,43 +134,64 @@ def translate_api_errors(asked: str | None, field: str = "kfp") -> Iterator[None
         yield
     except ApiException as error:
         message = read_api_message(error)
-        if error.status in (429, 502, 503, 504):
+        if error.status in UNAVAILABLE:
             raise Retryable(f"kfp: {message}") from error
-        raise UserError(field, asked or FOUND, f"refused ({error.status}): {message}") from error
+        remedy = f"refused ({error.status}): {message}"
+        raise UserError(field, value or KUBECONFIG_ADDRESS, remedy) from error
     except HTTPError as error:
         raise Retryable(f"kfp: the API does not answer ({type(error).__name__})") from error
 
 
-def compile_to(built: Any, path: Path, *, manifest: bool = False) -> None:
-    """Write a pipeline's YAML."""
+def compile_to(pipeline: Any, path: Path, *, manifest: bool = False) -> None:
+    """Write a pipeline's YAML.
+
+    Args:
+        pipeline: as `tuneloop.kfp.pipeline.build_pipeline` returns it.
+        path: of the file.
+        manifest: write the Kubernetes objects Pipeline and PipelineVersion instead.
+    """
     from kfp import compiler
     from kfp.compiler.compiler_utils import KubernetesManifestOptions
 
     options: JsonObject = {}
     if manifest:
-        named = KubernetesManifestOptions(pipeline_name=built.name, include_pipeline_manifest=True)
-        options = {"kubernetes_manifest_format": True, "kubernetes_manifest_options": named}
+        options["kubernetes_manifest_format"] = True
+        options["kubernetes_manifest_options"] = KubernetesManifestOptions(
+            pipeline_name=pipeline.name, include_pipeline_manifest=True
+        )
     with _plain_yaml():
-        compiler.Compiler().compile(built, str(path), **options)
+        compiler.Compiler().compile(pipeline, str(path), **options)
+
+
+@contextmanager
+def compiled_package(pipeline: Any, *, manifest: bool = False) -> Iterator[str]:
+    """Yield the path of a pipeline's compiled file, which is deleted after the block."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / f"{pipeline.name}.yaml"
+        compile_to(pipeline, path, manifest=manifest)
+        yield str(path)
 
 
 @contextmanager
 def _plain_yaml() -> Iterator[None]:
-    """Write text as PyYAML does: hera, once imported, changes that for the whole process (``'n'`` for ``n``)."""
+    """Write text as PyYAML does: hera, once imported, changes that for the whole process (``'n'``
+    for ``n``).
+    """
     import yaml
 
-    known: Any = yaml.Dumper.yaml_representers
-    plain: Any = yaml.representer.Representer.represent_str
-    yaml.Dumper.yaml_representers = {**known, str: plain}
+    dumper: Any = yaml.Dumper
+    representers = dumper.yaml_representers
+    dumper.yaml_representers = dict(representers)
+    dumper.yaml_representers[str] = yaml.representer.Representer.represent_str
     try:
         yield
     finally:
-        yaml.Dumper.yaml_representers = known
+        dumper.yaml_representers = representers
 
 
 def submit_run(
     client: Any,
-    built: Any,
+    pipeline: Any,
     *,
     run: str,
     store: str,
@@ -139,111 +199,148 @@ def submit_run(
     cache: bool = True,
     experiment: str = EXPERIMENT,
 ) -> str:
-    """Start a run, or resume the one of that name, and return its id. Raises UserError if a run of that name is active.
-    With `cache` KFP skips tasks that it has run before; committed stages are skipped in any case."""
-    if active := [each for each in _named(client, run) if each.state not in DONE]:
-        remedy = f"is under way as {active[0].run_id}; `tuneloop kfp stop {run}` it, or choose another name"
-        raise UserError("run", run, remedy)
-    with compiled_package(built) as package, translate_api_errors(run):
-        made = client.create_run_from_pipeline_package(
+    """Start a run, or resume the one of that name.
+
+    Args:
+        client: of the backend.
+        pipeline: what to run.
+        run: the name of the run.
+        store: the URL of the store, as pods reach it.
+        root: where KFP has handles and previews; by default the backend's.
+        cache: KFP skips tasks that it has run before; committed stages are skipped in any case.
+        experiment: what lists the run.
+
+    Returns:
+        The id that KFP gives the run.
+
+    Raises:
+        UserError: a run of that name is active.
+    """
+    for record in _list_runs(client, run):
+        if record.state not in DONE:
+            remedy = (
+                f"is under way as {record.run_id}; "
+                f"`tuneloop kfp stop {run}` it, or choose another name"
+            )
+            raise UserError("run", run, remedy)
+    with compiled_package(pipeline) as package, translate_api_errors(run):
+        record = client.create_run_from_pipeline_package(
             package,
             arguments={"run": run, "store": store},
             run_name=run,
             experiment_name=experiment,
             pipeline_root=root,
+            # None leaves each task's own setting as it is.
             enable_caching=None if cache else False,
         )
-    return str(made.run_id)
+    return str(record.run_id)
 
 
 def find_run(client: Any, run: str) -> Any:
-    """Find the newest run of that name, with its details. Raises UserError where there is none."""
-    if not (found := _named(client, run)):
+    """Find the newest run of that name, with its details. Raises UserError if there is none."""
+    records = _list_runs(client, run)
+    if not records:
         raise UserError("run", run, "no run of that name on this backend")
     with translate_api_errors(run):
-        return client.get_run(found[0].run_id)
+        return client.get_run(records[0].run_id)
 
 
 def stop_run(client: Any, run: str) -> bool:
     """Stop the run of that name, and return whether it was active."""
-    found = find_run(client, run)
-    if found.state in DONE:
+    record = find_run(client, run)
+    if record.state in DONE:
         return False
     with translate_api_errors(run):
-        client.terminate_run(found.run_id)
+        client.terminate_run(record.run_id)
     return True
 
 
 def list_tasks(run: Any) -> list[TaskStatus]:
     """List the tasks of a run by start, as its graph names them."""
     details = (run.run_details and run.run_details.task_details) or []
-    names = _names(run)
-    nodes: JsonObject = {}
+    names = _read_task_names(run)
+    detail_by_task: JsonObject = {}
+    # The node above all attempts comes last, and so replaces them.
+    for detail in sorted(details, key=_read_attempt):
+        name = ATTEMPT.sub("", detail.display_name or "root")
+        if name in names or not _is_added_by_kfp(name, detail):
+            detail_by_task[name] = detail
+    tasks: list[TaskStatus] = []
+    for name in sorted(detail_by_task, key=lambda name: _read_start(detail_by_task[name])):
+        detail = detail_by_task[name]
+        seconds = 0.0
+        if detail.state in DONE and detail.end_time and detail.start_time:
+            seconds = (detail.end_time - detail.start_time).total_seconds()
+        error = (detail.error and detail.error.message) or ""
+        tasks.append(TaskStatus(names.get(name, name), detail.state or "PENDING", seconds, error))
+    return tasks
 
-    def attempt_of(each: Any) -> float:
-        match = ATTEMPT.search(each.display_name or "")
-        return int(match[1]) if match else math.inf
 
-    for each in sorted(details, key=attempt_of):  # the node above all attempts comes last
-        name = ATTEMPT.sub("", each.display_name or "root")
-        pods = [child.pod_name or "" for child in each.child_tasks or ()]
-        # KFP adds nodes; that of the whole workflow has the workflow's name, with which its pods' names begin.
-        if name in names or not (
-            INNER.fullmatch(name) or any(pod.startswith(f"{name}-") for pod in pods)
-        ):
-            nodes[name] = each
-    started = sorted(
-        nodes.items(), key=lambda item: (item[1].start_time is None, str(item[1].start_time))
-    )
-    listed = []
-    for name, each in started:
-        ended = each.state in DONE and each.end_time and each.start_time
-        seconds = (each.end_time - each.start_time).total_seconds() if ended else 0.0
-        error = (each.error and each.error.message) or ""
-        listed.append(TaskStatus(names.get(name, name), each.state or "PENDING", seconds, error))
-    return listed
+def _read_attempt(detail: Any) -> float:
+    """Return the number of a node's attempt; infinite for the node above all attempts."""
+    match = ATTEMPT.search(detail.display_name or "")
+    return int(match[1]) if match else math.inf
+
+
+def _read_start(detail: Any) -> tuple[bool, str]:
+    """Return what nodes are sorted by: those that have not started yet come last."""
+    return detail.start_time is None, str(detail.start_time)
+
+
+def _is_added_by_kfp(name: str, detail: Any) -> bool:
+    """Return whether a node is none of the pipeline's tasks."""
+    if INNER.fullmatch(name):
+        return True
+    # The node of the whole workflow has the workflow's name, with which its pods' names begin.
+    pods = [child.pod_name or "" for child in detail.child_tasks or ()]
+    return any(pod.startswith(f"{name}-") for pod in pods)
 
 
 def read_logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[str, str]]:
     """Yield (task, line) of the stages' logs, task by task, without pods whose log is gone."""
-    found = find_run(client, run)
-    names = _names(found)
-    for node, pod in _pods(client, found.run_id):
+    record = find_run(client, run)
+    names = _read_task_names(record)
+    for node, pod in _list_pods(client, record.run_id):
         name = names.get(node, node)
-        if task in (None, name):
-            text = _get(client, f"/apis/v1alpha1/runs/{found.run_id}/nodes/{pod}/log") or ""
-            if not text.startswith(
-                '{"error_message"'
-            ):  # an error with status 200: neither pod nor archive has the log
-                yield from ((name, line) for line in text.splitlines())
+        if task not in (None, name):
+            continue
+        text = _get(client, f"/apis/v1alpha1/runs/{record.run_id}/nodes/{pod}/log") or ""
+        if not text.startswith(NO_LOG):
+            yield from ((name, line) for line in text.splitlines())
 
 
-def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
-    """List (task, pod) by start, from API v1: only that returns the Argo workflow, which has the pods of tasks."""
-    detail = _get(client, f"/apis/v1beta1/runs/{run_id}")
-    manifest = (
-        json.loads(detail or "{}").get("pipeline_runtime", {}).get("workflow_manifest") or "{}"
-    )
-    workflow = json.loads(manifest)
-    pods = [node for node in list_status_nodes(workflow) if node.get("type") == "Pod"]
-    pods = [
-        node for node in pods if not ATTEMPT.sub("", node.get("displayName", "")).endswith("driver")
-    ]
-    ordered = sorted(pods, key=lambda node: str(node.get("startedAt")))
-    # Argo's rule for the name of a node's pod (its pod-name format v2).
-    names = [f"{node['templateName']}-{str(node['id']).rpartition('-')[2]}" for node in ordered]
-    # ``wf.root.sft.executor`` is of the task ``sft``, as is ``wf(0).root(0).sft(0).executor(0)``.
-    paths = [[ATTEMPT.sub("", part) for part in node["name"].split(".")] for node in ordered]
-    tasks = [next(part for part in reversed(path) if part != "executor") for path in paths]
-    return [(task, f"{workflow['metadata']['name']}-{name}") for task, name in zip(tasks, names)]
+def _list_pods(client: Any, run_id: str) -> list[tuple[str, str]]:
+    """List (task, pod) by start.
+
+    They are read from API v1: only that returns the Argo workflow, which has the pods of tasks.
+    """
+    answer = _get(client, f"/apis/v1beta1/runs/{run_id}")
+    runtime = json.loads(answer or "{}").get("pipeline_runtime", {})
+    workflow = json.loads(runtime.get("workflow_manifest") or "{}")
+    nodes = sorted(list_status_nodes(workflow), key=lambda node: str(node.get("startedAt")))
+    pods: list[tuple[str, str]] = []
+    for node in nodes:
+        is_driver = ATTEMPT.sub("", node.get("displayName", "")).endswith("driver")
+        if node.get("type") != "Pod" or is_driver:
+            continue
+        # ``wf.root.sft.executor`` is of the task ``sft``, as is ``wf(0).root(0).sft(0).executor(0)``.
+        path = [ATTEMPT.sub("", part) for part in node["name"].split(".")]
+        task = next(part for part in reversed(path) if part != "executor")
+        # Argo's rule for the name of a node's pod (its pod-name format v2).
+        digits = str(node["id"]).rpartition("-")[2]
+        pods.append((task, f"{workflow['metadata']['name']}-{node['templateName']}-{digits}"))
+    return pods
 
 
 def _get(client: Any, path: str) -> str | None:
-    """Return the API's answer at `path`, over the client's own connection; None if there is nothing."""
+    """Return the API's answer at `path`, over the client's own connection; None if there is
+    nothing.
+    """
     from kfp_server_api import ApiException
 
     with translate_api_errors(path):
         try:
+            # The library has no method for these paths, and its own connection has the token.
             reply = client._run_api.api_client.call_api(
                 path,
                 "GET",
@@ -252,32 +349,31 @@ def _get(client: Any, path: str) -> str | None:
                 auth_settings=["Bearer"],
             )
         except ApiException as error:
-            if error.status in (400, 404, 500):  # the API's statuses for a deleted pod
+            # The API's statuses for a deleted pod.
+            if error.status in (400, 404, 500):
                 return None
             raise
         return str(reply.data.decode(errors="replace"))
 
 
-def _named(client: Any, run: str) -> list[Any]:
+def _list_runs(client: Any, name: str) -> list[Any]:
     """List the runs of a name, newest first."""
-    with translate_api_errors(run):
-        listed = client.list_runs(page_size=100, sort_by="created_at desc", filter=match_name(run))
-    return list(listed.runs or [])
+    with translate_api_errors(name):
+        page = client.list_runs(page_size=100, sort_by="created_at desc", filter=match_name(name))
+    return list(page.runs or [])
 
 
-def _names(run: Any) -> dict[str, str]:
-    """Return task name in the compiled graph, which states and logs use → its name in the pipeline."""
-    given = run.pipeline_spec or {}
-    spec = given.get("pipeline_spec", given)
-    graphs = [spec.get("root", {}), *spec.get("components", {}).values()]
-    tasks = [item for graph in graphs for item in graph.get("dag", {}).get("tasks", {}).items()]
-    return {name: task["taskInfo"]["name"] for name, task in tasks}
-
-
-@contextmanager
-def compiled_package(built: Any, *, manifest: bool = False) -> Iterator[str]:
-    """Yield the path of a pipeline's compiled file, which is deleted after the block."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / f"{built.name}.yaml"
-        compile_to(built, path, manifest=manifest)
-        yield str(path)
+def _read_task_names(run: Any) -> dict[str, str]:
+    """Return task name in the compiled graph, which states and logs use → its name in the
+    pipeline.
+    """
+    spec = run.pipeline_spec or {}
+    # A pipeline with settings of its platform is one level deeper.
+    spec = spec.get("pipeline_spec", spec)
+    graphs = [spec.get("root", {})]
+    graphs += spec.get("components", {}).values()
+    names: dict[str, str] = {}
+    for graph in graphs:
+        for name, task in graph.get("dag", {}).get("tasks", {}).items():
+            names[name] = task["taskInfo"]["name"]
+    return names

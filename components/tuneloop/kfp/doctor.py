@@ -1,5 +1,7 @@
-"""Check, before a run, that a Kubeflow Pipelines backend has what tuneloop's pipelines need. The checks change nothing;
-those shared with Argo are in `tuneloop.cluster.doctor`."""
+"""Check, before a run, that a Kubeflow Pipelines backend has what tuneloop's pipelines need.
+
+The checks change nothing; those shared with Argo are in `tuneloop.cluster.doctor`.
+"""
 
 import json
 import shlex
@@ -31,11 +33,20 @@ from tuneloop.kube.connection import Connection
 
 API_SERVER = "ml-pipeline"
 SIZE_LIMIT = 0.7 * 2**20
-"""Safe size of a workflow object, in bytes: its limit is 1 MiB, and KFP stores no part of it elsewhere."""
+"""Safe size of a workflow object, in bytes.
+
+Its limit is 1 MiB, and KFP stores no part of it elsewhere.
+"""
 NODE_BYTES = 9_500
-"""Bytes of a task in the status that Argo compresses: 16 tasks of an unrolled loop took 152 kB on KFP's manifests."""
+"""Bytes of a task in the status that Argo compresses.
+
+16 tasks of an unrolled loop took 152 kB on KFP's manifests.
+"""
 SHOWN_TASKS = 12
-"""Tasks of a run whose status is not compressed: each takes 79 kB of 1 MiB, and KFP cannot read a compressed one."""
+"""Tasks of a run whose status is not compressed.
+
+Each takes 79 kB of 1 MiB, and KFP cannot read a compressed one.
+"""
 EXECUTOR = {"runAsNonRoot": True, "runAsUser": 65532}
 """The executor's security context in KFP's own manifests."""
 RELEASE = version("kfp")
@@ -48,196 +59,246 @@ INSTALL = (
 
 
 def check_kfp(
-    cluster: Connection, built: Any = None, settings: Any = None, *, endpoint: str | None = None
+    cluster: Connection,
+    pipeline: Any = None,
+    settings: Any = None,
+    *,
+    endpoint: str | None = None,
 ) -> list[Check]:
-    """Check that a backend has what all pipelines need and, if given, the pipeline `built` from the configuration
-    `settings`. Raises UserError if the cluster does not answer, Retryable if the API server has a problem."""
+    """Check that a backend has what all pipelines need, and what one of them needs.
+
+    Args:
+        cluster: with the namespace of the backend.
+        pipeline: a pipeline to check, too.
+        settings: the configuration that it was built from.
+        endpoint: the URL of KFP's API.
+
+    Raises:
+        UserError: the cluster does not answer.
+        Retryable: the API server has a problem.
+    """
+    # A compiled pipeline is its specification, and its platform's if it has one.
     documents: list[JsonObject] = []
-    if built:
-        with compiled_package(
-            built
-        ) as package:  # its specification, and its platform's if it has one
+    if pipeline:
+        with compiled_package(pipeline) as package:
             documents = list(yaml.load_all(Path(package).read_text(), yaml.CSafeLoader))
     workflow = convert_to_workflow(documents) if documents else common.describe_queued_stage()
     queues = ", ".join(list_queues(workflow))
     admitted = queues and f"LocalQueue {queues} admits what accelerator tasks ask for"
-    on_volume = bool(settings and settings.kfp.volumes)
-    checks = [
-        *collect_checks("KFP's API server", check_api_server(cluster)),
-        *collect_checks("executor", check_executor(cluster)),
-        *collect_checks("workflow defaults", check_retries(cluster)),
-        *collect_checks(
-            "store", common.check_store_settings(cluster, "kfp", WARNING if on_volume else REFUSED)
-        ),
-        *collect_checks("queue", check_queue(cluster, workflow), admitted),
-        *collect_checks("images", common.check_images(cluster, list_images(workflow))),
-    ]
+    # A run on volumes does without the settings of an object store.
+    is_on_volume = bool(settings and settings.kfp.volumes)
+    store_checks = common.check_store_settings(cluster, "kfp", WARNING if is_on_volume else REFUSED)
+    image_checks = common.check_images(cluster, list_images(workflow))
+    checks = list(collect_checks("KFP's API server", check_api_server(cluster)))
+    checks += collect_checks("executor", check_executor(cluster))
+    checks += collect_checks("workflow defaults", check_retries(cluster))
+    checks += collect_checks("store", store_checks)
+    checks += collect_checks("queue", check_queue(cluster, workflow), admitted)
+    checks += collect_checks("images", image_checks)
     if documents:
-        checks.append(check_size(predict_workflow_size(documents[0]), count_tasks(documents[0])))
-    return [*checks, check_endpoint(cluster, endpoint)]
+        spec = documents[0]
+        checks.append(check_size(predict_workflow_size(spec), count_tasks(spec)))
+    checks.append(check_endpoint(cluster, endpoint))
+    return checks
 
 
 def convert_to_workflow(documents: list[JsonObject]) -> JsonObject:
-    """Convert a compiled pipeline to an Argo Workflow with as much of each task's pod as `preflight` reads."""
-    spec, *platforms = documents
-    kubernetes = (
-        platforms[0]["platforms"]["kubernetes"]["deploymentSpec"]["executors"] if platforms else {}
-    )
-    templates = []
+    """Convert a compiled pipeline to an Argo Workflow with as much of each task's pod as
+    `preflight` reads.
+    """
+    spec = documents[0]
+    platform_executors: JsonObject = {}
+    if len(documents) > 1:
+        deployment = documents[1]["platforms"]["kubernetes"]["deploymentSpec"]
+        platform_executors = deployment["executors"]
+    templates: list[JsonObject] = []
     for name, executor in spec["deploymentSpec"]["executors"].items():
-        if container := executor.get("container"):
-            given = container.get("resources", {})
-            named = {
-                "cpu": given.get("resourceCpuRequest"),
-                "memory": given.get("resourceMemoryRequest"),
-            }
-            if device := given.get("accelerator"):
-                named[device["resourceType"]] = device["resourceCount"]
-            requests = {resource: amount for resource, amount in named.items() if amount}
-            labels = kubernetes.get(name, {}).get("podMetadata", {}).get("labels", {})
-            pod = {"image": container["image"], "resources": {"requests": requests}}
-            templates.append(
-                {
-                    "name": name.removeprefix("exec-"),
-                    "metadata": {"labels": labels},
-                    "container": pod,
-                }
-            )
+        container = executor.get("container")
+        if not container:
+            continue
+        metadata = platform_executors.get(name, {}).get("podMetadata", {})
+        template = {
+            "name": name.removeprefix("exec-"),
+            "metadata": {"labels": metadata.get("labels", {})},
+            "container": {
+                "image": container["image"],
+                "resources": {"requests": _read_requests(container.get("resources", {}))},
+            },
+        }
+        templates.append(template)
     return {"spec": {"templates": templates}}
+
+
+def _read_requests(resources: JsonMapping) -> JsonObject:
+    """Return resource → amount of a message ``ResourceSpec``, as a pod's `requests` have it."""
+    requests = {
+        "cpu": resources.get("resourceCpuRequest"),
+        "memory": resources.get("resourceMemoryRequest"),
+    }
+    accelerator = resources.get("accelerator")
+    if accelerator:
+        requests[accelerator["resourceType"]] = accelerator["resourceCount"]
+    return {resource: amount for resource, amount in requests.items() if amount}
 
 
 def check_api_server(cluster: Connection) -> Iterator[Check]:
     """Check that KFP's API server is in the namespace, of the SDK's release or newer."""
-    if (found := find_object(cluster.get, "apps", "v1", "deployments", API_SERVER)) is ABSENT:
-        said = f"no Deployment {API_SERVER} in namespace {cluster.namespace} of context {cluster.context}"
-        yield Check("KFP's API server", REFUSED, said, INSTALL)
-    elif found is not UNSEEN:
-        least = tuple(map(int, RELEASE.split(".")[:2]))
-        yield common.check_version("KFP's API server", found, least, REFUSED, INSTALL)
+    deployment = find_object(cluster.get, "apps", "v1", "deployments", API_SERVER)
+    if deployment is ABSENT:
+        problem = (
+            f"no Deployment {API_SERVER} in namespace {cluster.namespace} "
+            f"of context {cluster.context}"
+        )
+        yield Check("KFP's API server", REFUSED, problem, INSTALL)
+    elif deployment is not UNSEEN:
+        # Patch releases are compatible.
+        minimum = tuple(map(int, RELEASE.split(".")[:2]))
+        yield common.check_version("KFP's API server", deployment, minimum, REFUSED, INSTALL)
 
 
 def check_executor(cluster: Connection) -> Iterator[Check]:
-    """Check that Argo's executor runs as a user: KFP's driver pods are non-root, and its image alone runs as root."""
-    if (found := common.find_controller_settings(cluster)) is None:
+    """Check that Argo's executor runs as a user: KFP's driver pods are non-root, and its image
+    alone runs as root.
+    """
+    controller = common.find_controller_settings(cluster)
+    if controller is None:
         return
-    namespace = found[0]
-    executor = found[1].get("executor") or {}
+    namespace, settings = controller
     if not namespace:
-        yield Check(
-            "executor",
-            REFUSED,
-            f"no ConfigMap {SETTINGS} in any namespace: Argo is missing",
-            INSTALL,
-        )
+        problem = f"no ConfigMap {SETTINGS} in any namespace: Argo is missing"
+        yield Check("executor", REFUSED, problem, INSTALL)
         return
+    executor = settings.get("executor") or {}
     context = executor.get("securityContext") or {}
-    if context.get("runAsUser") or "nonroot" in executor.get("image", ""):
-        said = (
-            f"runs as user {context['runAsUser']}"
-            if "runAsUser" in context
-            else f"image {executor['image']}"
-        )
-        yield Check("executor", OK, f"{said} ({SETTINGS} in namespace {namespace})")
+    origin = f"{SETTINGS} in namespace {namespace}"
+    image = executor.get("image", "")
+    # Argo's own name for an image that has a user of its own.
+    if context.get("runAsUser") or "nonroot" in image:
+        user = context.get("runAsUser")
+        identity = f"image {image}" if user is None else f"runs as user {user}"
+        yield Check("executor", OK, f"{identity} ({origin})")
         return
-    mended = json.dumps({**executor, "securityContext": {**context, **EXECUTOR}})
-    patch = shlex.quote(json.dumps({"data": {"executor": mended}}))
-    command = f"kubectl -n {namespace} patch configmap {SETTINGS} --type merge -p {patch}"
-    said = "has no securityContext.runAsUser: KFP's driver pods would hang in CreateContainerConfigError"
-    yield Check("executor", REFUSED, f"{SETTINGS} in namespace {namespace} {said}", command)
+    # The settings are one text each, so that a patch has the whole of it.
+    context |= EXECUTOR
+    executor["securityContext"] = context
+    command = _format_patch(namespace, "executor", executor)
+    problem = (
+        f"{origin} has no securityContext.runAsUser: "
+        "KFP's driver pods would hang in CreateContainerConfigError"
+    )
+    yield Check("executor", REFUSED, problem, command)
 
 
 def check_retries(cluster: Connection) -> Iterator[Check]:
-    """Check the retry policy of Argo's controller, which also applies to `kfp.retries`: OnError, that of KFP's own
-    manifests, does not cover exit code 143, with which KFP's launcher ends when its pod is deleted."""
-    namespace, settings = common.find_controller_settings(cluster) or (None, {})
+    """Check the retry policy of Argo's controller, which also applies to `kfp.retries`.
+
+    OnError, that of KFP's own manifests, does not cover exit code 143, with which KFP's launcher
+    ends when its pod is deleted.
+    """
+    namespace, settings = common.find_controller_settings(cluster) or ("", {})
     defaults = settings.get("workflowDefaults") or {}
     retry = defaults.get("spec", {}).get("templateDefaults", {}).get("retryStrategy") or {}
     if retry.get("retryPolicy") != "OnError":
         yield from common.check_workflow_defaults(cluster)
         return
-    said = "retryPolicy OnError: a run fails when one of its pods is preempted, and kfp.retries has no meaning; the "
-    said += "command changes that for all workflows of this controller"
-    retry["retryPolicy"] = "Always"
-    patch = shlex.quote(json.dumps({"data": {"workflowDefaults": json.dumps(defaults)}}))
-    command = f"kubectl -n {namespace} patch configmap {SETTINGS} --type merge -p {patch}"
-    yield Check(
-        "workflow defaults", WARNING, f"{said} ({SETTINGS} in namespace {namespace})", command
+    problem = (
+        "retryPolicy OnError: a run fails when one of its pods is preempted, and kfp.retries has "
+        "no meaning; the command changes that for all workflows of this controller "
+        f"({SETTINGS} in namespace {namespace})"
     )
+    # `retry` is a part of `defaults`, which the command writes.
+    retry["retryPolicy"] = "Always"
+    command = _format_patch(namespace, "workflowDefaults", defaults)
+    yield Check("workflow defaults", WARNING, problem, command)
+
+
+def _format_patch(namespace: str, key: str, value: JsonMapping) -> str:
+    """Format the command that replaces one of the settings of Argo's controller."""
+    patch = shlex.quote(json.dumps({"data": {key: json.dumps(value)}}))
+    return f"kubectl -n {namespace} patch configmap {SETTINGS} --type merge -p {patch}"
 
 
 def check_queue(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | UserError]:
     """Check the LocalQueues in which accelerator tasks wait, and their ClusterQueues."""
     names = list_queues(workflow)
-    group, release = KUEUE
-    namespace = cluster.namespace
     if not names:
         return
-    found = find_object(
+    group, release = KUEUE
+    namespace = cluster.namespace
+    queues = find_object(
         cluster.custom.list_namespaced_custom_object, group, release, namespace, "localqueues"
     )
-    if found is ABSENT:
-        yield Check(
-            "queue",
-            OK,
-            f"Kueue ({group}/{release}) is not installed: accelerator tasks start at once",
+    if queues is UNSEEN:
+        return
+    if queues is ABSENT:
+        status = f"Kueue ({group}/{release}) is not installed: accelerator tasks start at once"
+        yield Check("queue", OK, status)
+        return
+    present = {queue["metadata"]["name"] for queue in queues["items"]}
+    missing = [name for name in names if name not in present]
+    for name in missing:
+        queue = {
+            "apiVersion": f"{group}/{release}",
+            "kind": "LocalQueue",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {"clusterQueue": name},
+        }
+        problem = (
+            f"no LocalQueue {name} in namespace {namespace}: accelerator tasks would wait for ever"
         )
-    elif found is not UNSEEN:
-        missing = [
-            name
-            for name in names
-            if name not in [each["metadata"]["name"] for each in found["items"]]
-        ]
-        for name in missing:
-            about = {
-                "metadata": {"name": name, "namespace": namespace},
-                "spec": {"clusterQueue": name},
-            }
-            queue = json.dumps({"apiVersion": f"{group}/{release}", "kind": "LocalQueue", **about})
-            said = f"no LocalQueue {name} in namespace {namespace}: accelerator tasks would wait for ever"
-            yield Check("queue", REFUSED, said, f"echo {shlex.quote(queue)} | kubectl apply -f -")
-        if not missing:
-            yield from find_queue_problems(cluster, workflow)
+        command = f"echo {shlex.quote(json.dumps(queue))} | kubectl apply -f -"
+        yield Check("queue", REFUSED, problem, command)
+    if not missing:
+        yield from find_queue_problems(cluster, workflow)
 
 
 def count_tasks(spec: JsonMapping) -> int:
     """Count the tasks of all graphs of a compiled pipeline."""
-    return sum(
-        len(graph.get("dag", {}).get("tasks", {}))
-        for graph in (spec["root"], *spec["components"].values())
-    )
+    graphs = [spec["root"]]
+    graphs += spec["components"].values()
+    return sum(len(graph.get("dag", {}).get("tasks", {})) for graph in graphs)
 
 
 def predict_workflow_size(spec: JsonMapping) -> int:
-    """Predict the bytes of a run's workflow object: the compiled pipeline, and a status that grows with the tasks."""
+    """Predict the bytes of a run's workflow object: the compiled pipeline, and a status that grows
+    with the tasks.
+    """
     return len(json.dumps(spec)) + NODE_BYTES * count_tasks(spec)
 
 
 def check_size(size: int, tasks: int) -> Check:
-    """Check the predicted size of a workflow object, and whether KFP can show its tasks."""
-    said = f"{size / 1000:.0f} kB predicted; up to {SIZE_LIMIT / 1000:.0f} kB, 70 % of Argo's limit, are safe"
+    """Check the predicted size of a workflow object, and whether KFP can show its tasks.
+
+    Args:
+        size: in bytes.
+        tasks: how many the pipeline has.
+    """
+    prediction = (
+        f"{size / 1000:.0f} kB predicted; "
+        f"up to {SIZE_LIMIT / 1000:.0f} kB, 70 % of Argo's limit, are safe"
+    )
     remedy = "tuneloop kfp doctor … --set kfp.unroll=0"
     if size >= SIZE_LIMIT:
-        return Check("workflow size", REFUSED, said, remedy)
+        return Check("workflow size", REFUSED, prediction, remedy)
     if tasks > SHOWN_TASKS:
-        said = f"{tasks} tasks: Argo compresses the status of more than {SHOWN_TASKS}, and KFP cannot show it then"
-        return Check("workflow size", WARNING, said, remedy)
-    return Check("workflow size", OK, said)
+        problem = (
+            f"{tasks} tasks: Argo compresses the status of more than {SHOWN_TASKS}, "
+            "and KFP cannot show it then"
+        )
+        return Check("workflow size", WARNING, problem, remedy)
+    return Check("workflow size", OK, prediction)
 
 
 def check_endpoint(cluster: Connection, endpoint: str | None) -> Check:
     """Check that KFP's API answers this machine."""
     subject = "KFP's API"
-    forward = f"kubectl -n {cluster.namespace} port-forward svc/{API_SERVER} 8888:8888"
     if not endpoint:
-        return Check(
-            subject,
-            NOT_CHECKED,
-            "not checked: neither --endpoint nor KF_PIPELINES_ENDPOINT names it",
-        )
+        status = "not checked: neither --endpoint nor KF_PIPELINES_ENDPOINT names it"
+        return Check(subject, NOT_CHECKED, status)
     try:
         connect_to_kfp(endpoint)
     except (UserError, Retryable) as error:
-        return Check(
-            subject, REFUSED, str(error), f"{forward} &  # then --endpoint http://localhost:8888"
-        )
+        forward = f"kubectl -n {cluster.namespace} port-forward svc/{API_SERVER} 8888:8888"
+        remedy = f"{forward} &  # then --endpoint http://localhost:8888"
+        return Check(subject, REFUSED, str(error), remedy)
     return Check(subject, OK, f"{endpoint} answers")

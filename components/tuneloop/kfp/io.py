@@ -1,6 +1,9 @@
-"""Read KFP's executor input and write its executor output, without kfp: the JSON of the messages ``ExecutorInput`` and
-``ExecutorOutput`` of KFP's pipeline_spec.proto. KFP's launcher puts the input in place of ``{{$}}`` in a container's
-arguments and, once the program has succeeded, passes the output file on to metadata, the cache and the UI."""
+"""Read KFP's executor input and write its executor output, without kfp.
+
+They are the JSON of the messages ``ExecutorInput`` and ``ExecutorOutput`` of KFP's
+pipeline_spec.proto. KFP's launcher puts the input in place of ``{{$}}`` in a container's arguments
+and, once the program has succeeded, passes the output file on to metadata, the cache and the UI.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -9,50 +12,67 @@ from pathlib import Path
 from tuneloop.core.json_types import JsonMapping, JsonObject
 
 SAME = "same_artifact"
-"""Parameter: input → the other input that is the same artifact. KFP's metadata store allows one event for an artifact
-in a task (its table Event is UNIQUE in artifact, execution and type), and its driver fails at the second."""
+"""Parameter: input → the other input that is the same artifact.
+
+KFP's metadata store allows one event for an artifact in a task (its table Event is UNIQUE in
+artifact, execution and type), and its driver fails at the second.
+"""
 LOGS = "executor-logs"
 """Output artifact that KFP's driver adds to each task: its launcher writes it, while the task runs."""
 SCHEMES = {"s3://": "/s3/", "gs://": "/gcs/", "minio://": "/minio/"}
 """URL scheme → where the launcher keeps the artifact in the container."""
+ARTIFACT_FIELDS = ("name", "uri", "metadata", "customPath")
+"""Fields of an artifact's message that the executor output repeats."""
 
 
 @dataclass
 class Task:
-    """One execution of a component. `inputs` maps each input artifact to its metadata (an optional one that was not
-    passed is absent), `outputs` each output artifact to its message, whose metadata `describe` sets."""
+    """One execution of a component.
+
+    Attributes:
+        parameters: input parameter → value.
+        inputs: input artifact → its metadata; an optional one that was not passed is absent.
+        outputs: output artifact → its message, whose metadata `describe` sets.
+        result_names: the output parameters that the component has.
+        output_file: where the executor output is written.
+        results: output parameter → value; those that the component does not have are left out.
+    """
 
     parameters: JsonObject
     inputs: dict[str, JsonObject]
     outputs: dict[str, JsonObject]
-    wanted: tuple[str, ...]
-    file: Path
+    result_names: tuple[str, ...]
+    output_file: Path
     results: JsonObject = field(default_factory=dict)
 
     @classmethod
     def read(cls, text: str) -> "Task":
         """Read a task from the JSON of its executor input."""
-        given = json.loads(text)
-        inputs = given.get("inputs", {})
-        outputs = given["outputs"]
-        parameters = dict(inputs.get("parameterValues", {}))
-        artifacts = {
-            k: dict(v.get("metadata", {})) for k, v in _single(inputs.get("artifacts", {})).items()
-        }
+        message = json.loads(text)
+        # The launcher leaves out what is empty.
+        input_messages = message.get("inputs", {})
+        output_messages = message["outputs"]
+        parameters = dict(input_messages.get("parameterValues", {}))
+        inputs: dict[str, JsonObject] = {}
+        for name, artifact in _unwrap_artifacts(input_messages.get("artifacts", {})).items():
+            inputs[name] = dict(artifact.get("metadata", {}))
+        for name, other in parameters.get(SAME, {}).items():
+            inputs[name] = inputs[other]
+        outputs = _unwrap_artifacts(output_messages.get("artifacts", {}))
+        outputs.pop(LOGS, None)
         return cls(
             parameters=parameters,
-            inputs={
-                **artifacts,
-                **{k: artifacts[other] for k, other in parameters.get(SAME, {}).items()},
-            },
-            outputs={k: v for k, v in _single(outputs.get("artifacts", {})).items() if k != LOGS},
-            wanted=tuple(outputs.get("parameters", {})),
-            file=Path(outputs["outputFile"]),
+            inputs=inputs,
+            outputs=outputs,
+            result_names=tuple(output_messages.get("parameters", {})),
+            output_file=Path(output_messages["outputFile"]),
         )
 
     def describe(self, name: str, metadata: JsonMapping) -> None:
-        """Set the metadata of an output artifact, which consumers and the UI read without opening the artifact."""
-        self.outputs[name]["metadata"] = {**self.outputs[name].get("metadata", {}), **metadata}
+        """Add metadata to an output artifact, which consumers and the UI read without opening the
+        artifact.
+        """
+        self.outputs[name].setdefault("metadata", {}).update(metadata)
 
     def write(self, name: str, text: str) -> None:
         """Write the one file of an output artifact."""
@@ -61,18 +81,17 @@ class Task:
         path.write_text(text)
 
     def finish(self) -> None:
-        """Write the executor output, and an empty file for each missing output: otherwise the task is not cached."""
+        """Write the executor output, and a file for each output that has none."""
+        artifacts: JsonObject = {}
         for name, artifact in self.outputs.items():
+            # KFP does not cache a task one of whose outputs has no file.
             if not get_local_path(artifact).exists():
                 self.write(name, json.dumps(artifact.get("metadata", {})))
-        kept = ("name", "uri", "metadata", "customPath")
-        artifacts = {
-            name: {"artifacts": [{k: artifact[k] for k in kept if k in artifact}]}
-            for name, artifact in self.outputs.items()
-        }
-        values = {name: value for name, value in self.results.items() if name in self.wanted}
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps({"artifacts": artifacts, "parameterValues": values}))
+            message = {key: artifact[key] for key in ARTIFACT_FIELDS if key in artifact}
+            artifacts[name] = {"artifacts": [message]}
+        values = {name: value for name, value in self.results.items() if name in self.result_names}
+        self.output_file.parent.mkdir(parents=True, exist_ok=True)
+        self.output_file.write_text(json.dumps({"artifacts": artifacts, "parameterValues": values}))
 
 
 def get_local_path(artifact: JsonMapping) -> Path:
@@ -80,16 +99,17 @@ def get_local_path(artifact: JsonMapping) -> Path:
     if artifact.get("customPath"):
         return Path(artifact["customPath"])
     uri = str(artifact["uri"])
-    for scheme, place in SCHEMES.items():
+    for scheme, directory in SCHEMES.items():
         if uri.startswith(scheme):
-            return Path(place + uri.removeprefix(scheme))
+            return Path(directory + uri.removeprefix(scheme))
     assert "://" not in uri, f"the KFP launcher gives an artifact of {uri} no path"
     return Path(uri)
 
 
-def _single(artifacts: JsonMapping) -> dict[str, JsonObject]:
+def _unwrap_artifacts(lists_by_name: JsonMapping) -> dict[str, JsonObject]:
+    """Return name → artifact: none of our inputs and outputs is a list, as KFP's may be."""
     return {
-        name: dict(listed["artifacts"][0])
-        for name, listed in artifacts.items()
-        if listed.get("artifacts")
+        name: dict(message["artifacts"][0])
+        for name, message in lists_by_name.items()
+        if message.get("artifacts")
     }

@@ -1,8 +1,10 @@
-"""The iterations of a loop in one task: ``python -m tuneloop.kfp.iterations --loop JSON … --executor-input …``
+"""The iterations of a loop in one task: ``python -m tuneloop.kfp.iterations --loop JSON …``
 
-`tuneloop.local.iterations` runs them, beside the rollout server if the engine has one. The task starts after the last
-committed iteration and ends after a multiple of ``--per-task``; if more iterations follow, it starts KFP's next run.
-It reports the last iteration to KFP, and the curves of the whole run."""
+`tuneloop.local.iterations` runs them, beside the rollout server if the engine has one. The task
+starts after the last committed iteration and ends after a multiple of ``--per-task``; if more
+iterations follow, it starts KFP's next run. It reports the last iteration to KFP, and the curves of
+the whole run.
+"""
 
 import argparse
 import contextlib
@@ -17,6 +19,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tuneloop.core.artifacts import MANIFEST, Manifest, parse_manifest
@@ -40,22 +43,87 @@ CURVE_POINTS = 500
 """The maximum number of iterations in a curve, evenly spread."""
 BOOT_S = 600.0
 """Seconds within which a server must be ready."""
+HEALTH_TIMEOUT_S = 5.0
+"""Seconds that a starting server has to answer a question about its health."""
 GRACE_S = 30.0
 """Seconds that a server has to end."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """The progress of a loop: `last` is the last committed iteration (0: none); `ended` says that none follows it, as
-    it is the last or reaches the target reward; `carried` maps the next iteration's values to their handles."""
+    """The progress of a loop.
+
+    Attributes:
+        last: the last committed iteration, 0 if there is none.
+        ended: no iteration follows it: it is the last one, or reaches the target reward.
+        carried: value of the loop → its handle, with which the next iteration starts.
+    """
 
     last: int
     ended: bool
     carried: Mapping[str, JsonMapping]
 
 
+@dataclass(frozen=True)
+class CommittedIteration:
+    """What an iteration has committed.
+
+    Attributes:
+        number: from 1.
+        url: where its artifacts lie.
+        manifests: step → manifest, of the steps that have committed, and of the evaluation if one
+            is due.
+        is_complete: all of them have committed.
+    """
+
+    number: int
+    url: str
+    manifests: Mapping[str, Manifest]
+    is_complete: bool
+
+    def build_handle(self, wire: str) -> JsonObject:
+        """Build the handle of the artifact that ``step.output`` names."""
+        step = step_of(wire)
+        return build_handle(f"{self.url}/{step}", self.manifests[step])
+
+    def read_reward(self, loop: PodLoop) -> float:
+        """Return the reward that may end the loop."""
+        results = self.manifests[step_of(loop.reward)].results
+        return float(results[_name_reward(loop)])
+
+
 def main(argv: Sequence[str]) -> int:
-    """Run the iterations of an executor input; return the exit code, that of the stage that failed if one did."""
+    """Run the iterations of an executor input.
+
+    Returns:
+        The exit code, that of the stage that failed if one did.
+    """
+    options = _parse_options(argv)
+    task = Task.read(options.executor_input)
+    url = task.parameters["url"]
+    values = {name: handle["ref"] for name, handle in task.inputs.items()}
+    values["seed"] = encode_parameter(task.parameters["seed"])
+    values["endpoint"] = options.endpoint
+    values["weights"] = options.weights or f"{url}/weights"
+    iterations_task = IterationsTask(
+        task=task,
+        loop=PodLoop.model_validate_json(options.loop),
+        api=RunApi(options.api),
+        iterations=options.iterations,
+        per_task=options.per_task,
+        values=values,
+        server=options.server,
+    )
+
+    def read_progress() -> str:
+        return " ".join(Store(url).keys("iterations"))
+
+    return retry_in_process(
+        report_errors(iterations_task.run), read_progress, url=f"{url}/iterations"
+    )
+
+
+def _parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tuneloop.kfp.iterations", description=__doc__)
     parser.add_argument(
         "--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop"
@@ -75,73 +143,121 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--weights", help="URL of published versions; default: below the run's")
     parser.add_argument("--executor-input", required=True)
-    given = parser.parse_args(argv)
-    task = Task.read(given.executor_input)
-    url = task.parameters["url"]
-    target = float(task.parameters[TARGET])
-    loop = PodLoop.model_validate_json(given.loop)
-    values = {name: handle["ref"] for name, handle in task.inputs.items()}
-    values |= {"seed": encode_parameter(task.parameters["seed"])}
-    values |= {"endpoint": given.endpoint, "weights": given.weights or f"{url}/weights"}
+    return parser.parse_args(argv)
 
-    api = RunApi(given.api)
-    run_id = task.parameters["run_id"]
+
+@dataclass
+class IterationsTask:
+    """A task that runs a part of the loop's iterations.
+
+    Attributes:
+        task: the task of KFP.
+        loop: its steps and wires.
+        api: of the backend that the task runs on.
+        iterations: the number of the loop's last iteration.
+        per_task: the task ends after a multiple of so many iterations.
+        values: what each iteration starts with, but for those that the previous one passes on.
+        server: the rollout server to run, see `run_server`.
+        trained: the progress once the part of this task is done. It outlives an attempt that fails
+            later, so that the next attempt does not run the next part.
+    """
+
+    task: Task
+    loop: PodLoop
+    api: RunApi
+    iterations: int
+    per_task: int
+    values: Mapping[str, str]
+    server: JsonObject | None
     trained: Position | None = None
 
-    def find_reached(start: Mapping[str, JsonMapping], after: int = 0) -> Position:
-        return find_position(
-            loop, url, start, iterations=given.iterations, target_reward=target, after=after
-        )
+    @property
+    def url(self) -> str:
+        """The URL of the run."""
+        return str(self.task.parameters["url"])
 
-    def run_part(pod: Iterations) -> int:
-        """Run the task's part of the loop, unless it is done: a retried task must not run the next part."""
-        nonlocal trained
-        position = find_reached(task.inputs)
-        whole = position.last > 0 and position.last % given.per_task == 0
-        if position.ended or trained or (whole and api.find_newer_run(api.read_run(run_id))):
-            trained = position
-            return 0
-        start = {**values, **{k: handle["ref"] for k, handle in position.carried.items()}}
-        start["iteration"] = str(position.last + 1)
-        with contextlib.ExitStack() as stack:
-            if given.server:
-                start["endpoint"] = stack.enter_context(run_server(given.server, url, start, pod))
-            if code := pod.run(start)[0]:
-                return code
-        trained = find_reached(position.carried, position.last)
-        return 0
+    @property
+    def target_reward(self) -> float:
+        """The mean reward that ends the loop."""
+        return float(self.task.parameters[TARGET])
 
-    @report_errors
-    def run_task() -> int:
+    def run(self) -> int:
+        """Run the part, report it, and start the run that continues; return the exit code.
+
+        Raises:
+            Interrupted: a signal has arrived before the end of the loop.
+        """
         pod = Iterations(
-            loop, run=url, last=given.iterations, per_pod=given.per_task, target=target
+            self.loop,
+            run=self.url,
+            last=self.iterations,
+            per_pod=self.per_task,
+            target=self.target_reward,
         )
         try:
             with pod.handle_signals():
-                if code := run_part(pod):
-                    return code
-                assert trained is not None, "it is set where the part is done"
-                report_iterations(task, loop, trained)
-                if pod.stopped and not trained.ended:
-                    raise Interrupted("iterations: stopped by a signal")
-                if not trained.ended:
-                    made = api.start_next_run(run_id)
-                    print(
-                        f"after iteration {trained.last} the run continues as {made}",
-                        file=sys.stderr,
-                    )
-                task.finish()
+                code = self._run_part(pod)
+                return code or self._finish(pod)
         except StageEnded as error:
             return error.code
-        return 0
 
-    return retry_in_process(
-        run_task, lambda: " ".join(Store(url).keys("iterations")), url=f"{url}/iterations"
-    )
+    def _run_part(self, pod: Iterations) -> int:
+        """Run the task's part of the loop, unless it is done; return the exit code."""
+        position = self._find_position(self.task.inputs)
+        if position.ended or self.trained or self._is_continued(position):
+            self.trained = position
+            return 0
+        values = dict(self.values)
+        for name, handle in position.carried.items():
+            values[name] = handle["ref"]
+        values["iteration"] = str(position.last + 1)
+        with contextlib.ExitStack() as stack:
+            if self.server:
+                server = run_server(self.server, self.url, values, pod)
+                values["endpoint"] = stack.enter_context(server)
+            code, _ = pod.run(values)
+        if code == 0:
+            self.trained = self._find_position(position.carried, position.last)
+        return code
+
+    def _is_continued(self, position: Position) -> bool:
+        """Return whether another run continues after this position: the task has been done before,
+        and KFP has started it again.
+        """
+        if position.last == 0 or position.last % self.per_task:
+            return False
+        run = self.api.read_run(self.task.parameters["run_id"])
+        return self.api.find_newer_run(run) is not None
+
+    def _find_position(self, start: Mapping[str, JsonMapping], after: int = 0) -> Position:
+        return find_position(
+            self.loop,
+            self.url,
+            start,
+            iterations=self.iterations,
+            target_reward=self.target_reward,
+            after=after,
+        )
+
+    def _finish(self, pod: Iterations) -> int:
+        """Report the part to KFP, and start the run that continues if iterations follow."""
+        position = self.trained
+        assert position is not None, "it is set where the part is done"
+        report_iterations(self.task, self.loop, position)
+        if not position.ended:
+            if pod.stopped:
+                raise Interrupted("iterations: stopped by a signal")
+            run_id = self.api.start_next_run(self.task.parameters["run_id"])
+            line = f"after iteration {position.last} the run continues as {run_id}"
+            print(line, file=sys.stderr)
+        self.task.finish()
+        return 0
 
 
 def get_output_name(value: str) -> str:
-    """Return the name of the output artifact that holds a value of the loop after the task's last iteration."""
+    """Return the name of the output artifact that holds a value of the loop after the task's last
+    iteration.
+    """
     return f"last_{value}"
 
 
@@ -149,34 +265,38 @@ def get_output_name(value: str) -> str:
 def run_server(
     server: JsonMapping, run: str, values: Mapping[str, str], pod: Iterations
 ) -> Iterator[str]:
-    """Run the rollout server with the policy or the published versions in `values`, and yield its endpoint. `server`
-    has ``port``, ``engine_args``, ``pull`` and, if it has its own GPUs, ``devices``. If the server does not become
-    ready, raises StageEnded (it exited), Unavailable (it took too long) or Interrupted (`pod` was stopped)."""
-    source = ("--weights", values["weights"]) if server["pull"] else ("--policy", values["policy"])
-    words = [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(server["port"]),
-        "--engine-args",
-        json.dumps(server["engine_args"]),
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "tuneloop.inference.server",
-        *source,
-        *words,
-        "--attempts",
-        f"{run}/serve",
-    ]
-    endpoint = f"http://127.0.0.1:{server['port']}"
-    devices = {"CUDA_VISIBLE_DEVICES": server["devices"]} if "devices" in server else {}
+    """Run the rollout server for the block, and yield its endpoint.
+
+    Args:
+        server: has ``port``, ``engine_args``, ``pull`` (the server follows published versions) and,
+            if it has its own GPUs, ``devices``.
+        run: the URL of the run.
+        values: have the reference of the ``policy``, and the URL of the published ``weights``.
+        pod: what the server works for.
+
+    Raises:
+        StageEnded: the server exited before it was ready.
+        Unavailable: it was not ready within `BOOT_S`.
+        Interrupted: `pod` was stopped before it was ready.
+    """
+    port = str(server["port"])
+    source = "weights" if server["pull"] else "policy"
+    command = [sys.executable, "-m", "tuneloop.inference.server"]
+    command += [f"--{source}", values[source]]
+    command += ["--host", "127.0.0.1", "--port", port]
+    command += ["--engine-args", json.dumps(server["engine_args"])]
+    command += ["--attempts", f"{run}/serve"]
+    endpoint = f"http://127.0.0.1:{port}"
     directory = tempfile.TemporaryDirectory(prefix="tuneloop-", ignore_cleanup_errors=True)
-    create_token_file(Path(directory.name) / "server-token")
-    os.environ[VARIABLE] = f"{directory.name}/server-token"  # for the stages, too
-    # vLLM has workers: they end with it.
-    process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **devices})
+    token = Path(directory.name) / "server-token"
+    create_token_file(token)
+    # The stages inherit it from this process, as the server does.
+    os.environ[VARIABLE] = str(token)
+    environment = dict(os.environ)
+    if "devices" in server:
+        environment["CUDA_VISIBLE_DEVICES"] = server["devices"]
+    # vLLM has worker processes: in a session of their own they can be ended with it.
+    process = subprocess.Popen(command, start_new_session=True, env=environment)
     try:
         _await_ready(process, f"{endpoint}/health", pod)
         yield endpoint
@@ -186,16 +306,19 @@ def run_server(
             process.wait(GRACE_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()  # the next attempt listens at the same port
+        # The next attempt listens at the same port.
+        process.wait()
         del os.environ[VARIABLE]
         directory.cleanup()
 
 
 def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) -> None:
+    """Wait until `url` answers; the errors are those of `run_server`."""
     deadline = time.monotonic() + BOOT_S
     while process.poll() is None:
         with contextlib.suppress(Unanswered):
-            if send_request("GET", url, timeout_s=5)[0] == 200:
+            status, _ = send_request("GET", url, timeout_s=HEALTH_TIMEOUT_S)
+            if status == 200:
                 return
         if pod.stopped:
             raise Interrupted("the rollout server was not ready yet")
@@ -207,32 +330,34 @@ def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) ->
 
 
 def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
-    """Report the progress of the loop to KFP."""
+    """Report the progress of the loop to KFP: handles, the last rewards, and curves."""
     last = position.last
     store = Store(task.parameters["url"])
     stride = -(-last // CURVE_POINTS)
-    with ThreadPoolExecutor() as pool:  # the newest is always among them
-        shown = range(last, 0, -stride)[::-1]
-        made = list(pool.map(lambda i: read_iteration(loop, store, i), shown))
-    rows = [
-        {
-            "iteration": i,
-            **{k: v for manifest in each.values() if manifest for k, v in manifest.scalars.items()},
-        }
-        for i, each in zip(shown, made)
-    ]
-    reward = output_of(loop.reward).replace("-", "_")
-    task.results = {"last_iteration": last, reward: read_reward(loop, made[-1])}
-    for name, carried in position.carried.items():
-        handle = {**carried, **({} if position.ended else {CONTINUED: last})}
-        task.describe(get_output_name(name), handle)
-        task.write(get_output_name(name), f"{json.dumps(handle, indent=1)}\n")
+    # Counted from the end, so that the newest iteration is always among them.
+    numbers = range(last, 0, -stride)[::-1]
+    with ThreadPoolExecutor() as pool:
+        iterations = list(pool.map(partial(read_iteration, loop, store), numbers))
+    rows: list[JsonObject] = []
+    for iteration in iterations:
+        row: JsonObject = {"iteration": iteration.number}
+        for manifest in iteration.manifests.values():
+            row.update(manifest.scalars)
+        rows.append(row)
+    newest = iterations[-1]
+    task.results = {"last_iteration": last, _name_reward(loop): newest.read_reward(loop)}
+    for value, carried in position.carried.items():
+        name = get_output_name(value)
+        handle = dict(carried)
+        if not position.ended:
+            handle[CONTINUED] = last
+        task.describe(name, handle)
+        task.write(name, f"{json.dumps(handle, indent=1)}\n")
     task.describe("results", rows[-1])
     task.write("curves", render_metrics("iterations", rows, "iteration"))
-    scored = made[-1][step_of(loop.reward)]
-    at = f"{store.url}/iterations/{last}/{step_of(loop.reward)}"
-    assert scored is not None, "the last iteration is committed"
-    previews.write_artifact_page(task, "preview", at, scored)
+    scorer = step_of(loop.reward)
+    rewards = newest.manifests[scorer]
+    previews.write_artifact_page(task, "preview", f"{newest.url}/{scorer}", rewards)
 
 
 def find_position(
@@ -244,53 +369,58 @@ def find_position(
     target_reward: float,
     after: int = 0,
 ) -> Position:
-    """Find the progress of a loop after the iteration `after`, which is committed, has not ended the loop, and passes
-    the handles `start` on. An iteration whose artifacts were deleted is run again, and so are all after it."""
+    """Find the progress of a loop in what its run has committed.
+
+    An iteration whose artifacts were deleted is run again, and so are all after it.
+
+    Args:
+        loop: its steps, and the values that an iteration passes to the next.
+        run: the URL of the run.
+        start: value of the loop → handle, with which the iteration behind `after` starts.
+        iterations: the number of the loop's last iteration.
+        target_reward: the mean reward that ends the loop.
+        after: an iteration that is committed and has not ended the loop; 0 for none.
+    """
     store = Store(run)
+    remaining = range(after + 1, iterations + 1)
 
-    def read(i: int) -> tuple[JsonObject, float] | None:
-        made = read_iteration(loop, store, i)
-        if any(manifest is None for manifest in made.values()):
-            return None
-        at = f"{store.url}/iterations/{i}"
-        carried = {
-            name: build_handle(f"{at}/{step_of(wire)}", made[step_of(wire)])  # type: ignore[arg-type]
-            for name, wire in loop.carry.items()
-        }
-        return carried, read_reward(loop, made)
+    def is_missing(number: int) -> bool:
+        return not read_iteration(loop, store, number).is_complete
 
+    # Iterations are committed in order: few requests find the newest of thousands.
+    committed = bisect_left(remaining, True, key=is_missing)
     state = LoopState(target_reward=target_reward, iterations=iterations, iteration=after)
-    left = range(after + 1, iterations + 1)
-    committed = bisect_left(left, True, key=lambda i: read(i) is None)
     carried = {name: dict(start[name]) for name in loop.carry}
     with ThreadPoolExecutor() as pool:
-        for i, found in zip(left, pool.map(read, left[:committed])):
-            if found is None:
+        read = partial(read_iteration, loop, store)
+        for iteration in pool.map(read, remaining[:committed]):
+            # The search passes over an earlier iteration that was deleted.
+            if not iteration.is_complete:
                 break
-            carried, reward = found
-            state = state.after(i, reward)
+            carried = {name: iteration.build_handle(wire) for name, wire in loop.carry.items()}
+            state = state.after(iteration.number, iteration.read_reward(loop))
             if state.is_over:
                 break
     return Position(state.iteration, state.is_over, carried)
 
 
-def read_iteration(loop: PodLoop, store: Store, i: int) -> dict[str, Manifest | None]:
-    """Return what each step of iteration `i` has committed, and the evaluation if one is due."""
-    due = [loop.check] if loop.check and i % loop.evaluate_every == 0 else []
-    names = [step.name for step in (*loop.steps, *due)]
-    found = {name: store.get(f"iterations/{i}/{name}/{MANIFEST}") for name in names}
-    url = f"{store.url}/iterations/{i}"
-    return {
-        name: None if data is None else parse_manifest(f"{url}/{name}", data)
-        for name, data in found.items()
-    }
+def read_iteration(loop: PodLoop, store: Store, number: int) -> CommittedIteration:
+    """Read what each step of an iteration has committed, and the evaluation if one is due."""
+    steps = list(loop.steps)
+    if loop.check and number % loop.evaluate_every == 0:
+        steps.append(loop.check)
+    url = f"{store.url}/iterations/{number}"
+    manifests: dict[str, Manifest] = {}
+    for step in steps:
+        data = store.get(f"iterations/{number}/{step.name}/{MANIFEST}")
+        if data is not None:
+            manifests[step.name] = parse_manifest(f"{url}/{step.name}", data)
+    return CommittedIteration(number, url, manifests, len(manifests) == len(steps))
 
 
-def read_reward(loop: PodLoop, made: Mapping[str, Manifest | None]) -> float:
-    """Return the reward of a committed iteration, which may end the loop."""
-    manifest = made[step_of(loop.reward)]
-    assert manifest is not None, "the iteration is committed"
-    return float(manifest.results[output_of(loop.reward).replace("-", "_")])
+def _name_reward(loop: PodLoop) -> str:
+    """Return the result that holds the reward, as manifests and KFP's parameters spell it."""
+    return output_of(loop.reward).replace("-", "_")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Run a job of the cluster as a task: ``python -m tuneloop.kfp.launch --namespace … --manifest … --executor-input …``
+"""Run a job of the cluster as a task: ``python -m tuneloop.kfp.launch --namespace … --manifest …``
 
-The manifest holds ``@name@`` where a parameter's value or an input artifact's reference belongs; ``@job_name@`` becomes
-a name derived from that parameter alone, so that a restarted launcher finds its job. `tuneloop.cluster.launch` follows
-the job and prints what it prints, and this program ends with its exit code."""
+The manifest holds ``@name@`` where a parameter's value or an input artifact's reference belongs;
+``@job_name@`` becomes a name derived from that parameter alone, so that a restarted launcher finds
+its job. `tuneloop.cluster.launch` follows the job and prints what it prints, and this program ends
+with its exit code.
+"""
 
 import argparse
 import json
@@ -12,11 +14,14 @@ from collections.abc import Sequence
 
 import xxhash
 
-from tuneloop.cluster.launch import main as follow
+from tuneloop.cluster.launch import main as follow_job
 from tuneloop.kfp.io import Task
 
 READABLE = 30
-"""The characters of the parameter that are kept in the job's name: pods' names contain it, and have at most 63."""
+"""The characters of the parameter that are part of the job's name.
+
+Pods' names contain it, and have at most 63.
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,26 +30,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--executor-input", required=True)
     parser.add_argument("--manifest", required=True, help="JSON with marks")
     parser.add_argument("--namespace", required=True)
-    given = parser.parse_args(argv)
-    task = Task.read(given.executor_input)
-    name = job_name(task.parameters["job_name"])
-    marks = {
-        **task.parameters,
-        **{k: handle["ref"] for k, handle in task.inputs.items()},
-        "job_name": name,
-    }
-    manifest = given.manifest
-    for mark, value in marks.items():
+    options = parser.parse_args(argv)
+    task = Task.read(options.executor_input)
+    values = dict(task.parameters)
+    for name, handle in task.inputs.items():
+        values[name] = handle["ref"]
+    values["job_name"] = job_name(task.parameters["job_name"])
+    manifest = options.manifest
+    for mark, value in values.items():
+        # The mark stands inside of a JSON string, whose quotes are there already.
         manifest = manifest.replace(f"@{mark}@", json.dumps(value)[1:-1])
-    code = follow(["--namespace", given.namespace, "--manifest", manifest])
+    code = follow_job(["--namespace", options.namespace, "--manifest", manifest])
     if code == 0:
-        task.results = {"job": name}
+        task.results = {"job": values["job_name"]}
         task.finish()
     return code
 
 
 def job_name(text: str) -> str:
-    """Return a name that Kubernetes accepts, made of the readable part of `text` and a hash of the whole."""
+    """Return a name that Kubernetes accepts, made of the readable part of `text` and a hash of the
+    whole.
+    """
     readable = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:READABLE].strip("-")
     return f"{readable or 'job'}-{xxhash.xxh3_64_hexdigest(text.encode())[:8]}"
 

@@ -3,9 +3,11 @@
     init_local_runner(pipeline_root, cache=True)
     build_kfp(config)(run="mine", store="runs")
 
-kfp's `SubprocessRunner` refuses container components, which might need their image's file system. Our stages do not:
-this environment holds what their image holds, and all paths come in the executor input. So two checks of
-`SubprocessTaskHandler` are lifted; kfp 2.17 offers no way to plug in a handler."""
+kfp's `SubprocessRunner` refuses container components, which might need their image's file system.
+Our stages do not: this environment holds what their image holds, and all paths come in the executor
+input. So two checks of `SubprocessTaskHandler` are lifted; kfp 2.17 offers no way to plug in a
+handler.
+"""
 
 from pathlib import Path
 
@@ -14,11 +16,19 @@ from kfp.local.subprocess_task_handler import SubprocessTaskHandler
 
 
 def init_local_runner(pipeline_root: str | Path, *, cache: bool = False) -> None:
-    """Make pipelines and components that this process calls run in local subprocesses. `pipeline_root` is a directory
-    for handles, previews and kfp's cache; the artifacts themselves are in the store."""
+    """Make pipelines and components that this process calls run in local subprocesses.
+
+    Args:
+        pipeline_root: a directory for handles, previews and kfp's cache; the artifacts themselves
+            are in the store.
+        cache: skip tasks that have run before.
+    """
     for check in ("validate_not_container_component", "validate_image"):
         setattr(SubprocessTaskHandler, check, lambda handler, subject: None)
-    runner = kfp_local.SubprocessRunner(use_venv=False)
     kfp_local.init(
-        runner, pipeline_root=str(pipeline_root), enable_caching=cache, raise_on_error=True
+        # A new environment for each task would lack what the image holds.
+        kfp_local.SubprocessRunner(use_venv=False),
+        pipeline_root=str(pipeline_root),
+        enable_caching=cache,
+        raise_on_error=True,
     )

@@ -1,19 +1,26 @@
-"""What the UI of Kubeflow Pipelines shows of a committed artifact: a page of facts and rows, and curves."""
+"""What the UI of Kubeflow Pipelines shows of a committed artifact: a page of facts and rows, and
+curves.
+"""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 from tuneloop.core.artifacts import Manifest
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store
 from tuneloop.kfp.io import Task
 from tuneloop.ui.report import render_metrics
 
 ROWS = 8
+"""Rows of a table that a page shows."""
 WIDTH = 160
+"""Characters of a cell."""
 BATCH = 64
-"""Rows of a preview, characters of a cell, and rows read at a time."""
+"""Rows that are read at a time."""
+BUFFER = 1 << 16
+"""Bytes that one request reads."""
 COLUMNS = (
     "id",
     "request_id",
@@ -28,54 +35,63 @@ COLUMNS = (
 
 
 def write_artifact_page(task: Task, name: str, url: str, manifest: Manifest) -> None:
-    """Write a Markdown page: the reference, results, place and time, and the first rows of each table."""
-    facts = {
-        "reference": f"{url}@{manifest.digest}",
-        **manifest.results,
-        "files": f"{len(manifest.files)}, {sum(file.size for file in manifest.files.values())} bytes",
-        "seconds": round(manifest.timings.get("total", 0.0), 2),
-        "device": manifest.provenance.get("device"),
-        "image": manifest.provenance.get("image"),
-    }
+    """Write a Markdown page: the reference, results, device and time, and the first rows of each
+    table.
+    """
+    facts: JsonObject = {"reference": f"{url}@{manifest.digest}"}
+    facts.update(manifest.results)
+    size = sum(file.size for file in manifest.files.values())
+    facts["files"] = f"{len(manifest.files)}, {size} bytes"
+    facts["seconds"] = round(manifest.timings.get("total", 0.0), 2)
+    facts["device"] = manifest.provenance.get("device")
+    facts["image"] = manifest.provenance.get("image")
     parts = [f"## {manifest.stage}", render_markdown_table(("", ""), facts.items())]
     for file in sorted(manifest.files):
         if file.endswith(".parquet"):
-            rows = list(islice(_rows(url, manifest, file), ROWS))
-            shown = list(rows[0]) if rows else []
-            parts += [
-                f"### {file}",
-                render_markdown_table(shown, ([row[column] for column in shown] for row in rows)),
-            ]
+            rows = list(islice(_read_rows(url, manifest, file), ROWS))
+            columns = list(rows[0]) if rows else []
+            parts.append(f"### {file}")
+            parts.append(render_markdown_table(columns, [row.values() for row in rows]))
     task.write(name, "\n\n".join(parts) + "\n")
 
 
 def write_curves(task: Task, name: str, url: str, manifest: Manifest) -> None:
-    """Write an HTML page with one line chart per quantity of ``metrics.jsonl`` over the optimizer steps."""
+    """Write an HTML page with one line chart per quantity of ``metrics.jsonl`` over the optimizer
+    steps.
+    """
     data = Store(url).get(f"{manifest.root}/metrics.jsonl") or b""
-    task.write(
-        name,
-        render_metrics(manifest.stage, [json.loads(line) for line in data.splitlines()], "step"),
-    )
+    rows = [json.loads(line) for line in data.splitlines()]
+    task.write(name, render_metrics(manifest.stage, rows, "step"))
 
 
-def render_markdown_table(head: Sequence[str], rows: Any) -> str:
+def render_markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """Render a Markdown table; a cell is cut after `WIDTH` characters."""
-    return "\n".join(
-        "| " + " | ".join(map(_cell, line)) + " |" for line in [head, ["---"] * len(head), *rows]
-    )
+    lines = [_render_row(head), _render_row(["---"] * len(head))]
+    lines += map(_render_row, rows)
+    return "\n".join(lines)
 
 
-def _rows(url: str, manifest: Manifest, file: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table, read a few at a time, with its columns among `COLUMNS`, in that order."""
+def _render_row(cells: Iterable[object]) -> str:
+    return "| " + " | ".join(map(_render_cell, cells)) + " |"
+
+
+def _render_cell(value: object) -> str:
+    text = " ".join(str(value).split())
+    # A bar would end the cell, and the UI would show a tag as HTML.
+    text = text.replace("|", "\\|").replace("<", "&lt;")
+    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
+
+
+def _read_rows(url: str, manifest: Manifest, file: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table, read a few at a time, with its columns among `COLUMNS`, in that
+    order.
+    """
     import pyarrow.parquet
 
-    with Store(url).open(f"{manifest.root}/{file}") as opened:
-        table = pyarrow.parquet.ParquetFile(opened, buffer_size=1 << 16, pre_buffer=False)
-        wanted = [column for column in COLUMNS if column in table.schema_arrow.names]
-        for batch in table.iter_batches(BATCH, columns=wanted):
-            yield from batch.select(wanted).to_pylist()
-
-
-def _cell(value: Any) -> str:
-    text = " ".join(str(value).split()).replace("|", "\\|").replace("<", "&lt;")
-    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
+    with Store(url).open(f"{manifest.root}/{file}") as source:
+        # pyarrow would otherwise read whole row groups ahead.
+        table = pyarrow.parquet.ParquetFile(source, buffer_size=BUFFER, pre_buffer=False)
+        columns = [column for column in COLUMNS if column in table.schema_arrow.names]
+        for batch in table.iter_batches(BATCH, columns=columns):
+            # `iter_batches` keeps the order of the file.
+            yield from batch.select(columns).to_pylist()

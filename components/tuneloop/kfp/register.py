@@ -1,7 +1,9 @@
 """Register an exported model, as a task: ``python -m tuneloop.kfp.register --executor-input …``
 
-``kfp.model_registry`` is the address of a Kubeflow Model Registry (its api/openapi/model-registry.yaml, v1). A model
-whose digest is registered already is left as it is. Properties of a version name the artifacts it was made of."""
+``kfp.model_registry`` is the address of a Kubeflow Model Registry (its
+api/openapi/model-registry.yaml, v1). A model whose digest is registered already is left as it is.
+Properties of a version name the artifacts it was made of.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +11,7 @@ from urllib.parse import urlencode
 
 from tuneloop.core.artifacts import split_ref
 from tuneloop.core.errors import report_errors
-from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp.api import NotThere, call_api
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
@@ -21,52 +23,90 @@ DIGITS = 12
 
 
 def register_model(registry: str, name: str, handle: JsonMapping) -> str:
-    """Register a model, unless it is registered already, and return the name of its version."""
-    made_of = {f"made_of.{key}": ref for key, ref in handle.get("inputs", {}).items()}
-    properties = {
-        "digest": str(handle["digest"]),
-        **{key: str(value) for key, value in made_of.items()},
-    }
-    version = f"{name}-{handle['digest'].partition(':')[2][:DIGITS]}"
-    api = f"{registry.rstrip('/')}/api/model_registry/v1"
-    custom = {
-        k: {"string_value": v, "metadataType": "MetadataStringValue"} for k, v in properties.items()
-    }
+    """Register a model, unless it is registered already.
 
+    Args:
+        registry: the address of the registry.
+        name: of the registered model, which has a version for each export.
+        handle: of the exported model.
+
+    Returns:
+        The name of the version.
+
+    Raises:
+        Retryable: the registry does not answer.
+        UserError: it refuses.
+    """
+    api = f"{registry.rstrip('/')}/api/model_registry/v1"
+
+    # Creation is not idempotent, and a task may be repeated: each object is looked for first.
     def find_or_create(kind: str, path: str, query: Mapping[str, str], body: JsonMapping) -> str:
         try:
-            found = call_api(FIELD, "GET", f"{api}/{kind}?{urlencode(query)}")
+            message = call_api(FIELD, "GET", f"{api}/{kind}?{urlencode(query)}")
         except NotThere:
-            found = call_api(FIELD, "POST", f"{api}/{path}", body)
-        return str(found["id"])
+            message = call_api(FIELD, "POST", f"{api}/{path}", body)
+        return str(message["id"])
 
-    model = find_or_create("registered_model", "registered_models", {"name": name}, {"name": name})
-    body = {"name": version, "registeredModelId": model, "customProperties": custom}
-    query = {"name": version, "parentResourceId": model}
-    number = find_or_create("model_version", f"registered_models/{model}/versions", query, body)
-    body = {"name": version, "artifactType": "model-artifact", "uri": split_ref(handle["ref"])[0]}
-    query = {"name": version, "parentResourceId": number}
-    path = f"model_versions/{number}/artifacts"
-    find_or_create("model_artifact", path, query, {**body, "customProperties": custom})
+    properties = _build_properties(handle)
+    model_id = find_or_create(
+        "registered_model", "registered_models", {"name": name}, {"name": name}
+    )
+    version = f"{name}-{handle['digest'].partition(':')[2][:DIGITS]}"
+    version_id = find_or_create(
+        "model_version",
+        f"registered_models/{model_id}/versions",
+        {"name": version, "parentResourceId": model_id},
+        {"name": version, "registeredModelId": model_id, "customProperties": properties},
+    )
+    artifact: JsonObject = {
+        "name": version,
+        "artifactType": "model-artifact",
+        "uri": split_ref(handle["ref"])[0],
+        "customProperties": properties,
+    }
+    find_or_create(
+        "model_artifact",
+        f"model_versions/{version_id}/artifacts",
+        {"name": version, "parentResourceId": version_id},
+        artifact,
+    )
     return version
 
 
+def _build_properties(handle: JsonMapping) -> JsonObject:
+    """Build the registry's custom properties: the digest of a model, and the references of what it
+    was made of.
+    """
+    texts = {"digest": str(handle["digest"])}
+    for name, reference in handle.get("inputs", {}).items():
+        texts[f"made_of.{name}"] = str(reference)
+    return {
+        name: {"string_value": text, "metadataType": "MetadataStringValue"}
+        for name, text in texts.items()
+    }
+
+
 def main(argv: Sequence[str]) -> int:
-    """Run as a program."""
+    """Register the model that the task takes, unless there is none; return the exit code."""
     task = Task.read(argv[1])
-    given = task.parameters
+    parameters = task.parameters
 
     @report_errors
     def register_input() -> int:
-        version = register_model(given["registry"], given["model_name"], task.inputs["model"])
+        handle = task.inputs["model"]
+        version = register_model(parameters["registry"], parameters["model_name"], handle)
         print(f"registered as {version}", file=sys.stderr)
         task.results = {"model_version": version}
         return 0
 
-    if reason := find_reason_to_skip(task):
+    # Where the loop continues in another run, nothing has been exported yet.
+    reason = find_reason_to_skip(task)
+    if reason:
         task.results = {"model_version": f"nothing was registered: {reason}"}
-    elif code := retry_in_process(register_input, str):
-        return code
+    else:
+        code = retry_in_process(register_input, str)
+        if code:
+            return code
     task.finish()
     return 0
 

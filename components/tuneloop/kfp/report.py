@@ -1,4 +1,4 @@
-"""The report of a run, as a task of Kubeflow Pipelines: ``python -m tuneloop.kfp.report --executor-input …``"""
+"""The report of a run, as a task of Kubeflow Pipelines: ``python -m tuneloop.kfp.report …``"""
 
 import sys
 from collections.abc import Sequence
@@ -9,14 +9,17 @@ from tuneloop.ui.report import render_page
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report of a run's committed artifacts, even if the run failed."""
+    """Write the report of a run's committed artifacts, even if the run failed.
+
+    KFP's UI shows it as HTML, and the mean rewards of the evaluations as scalars.
+    """
     task = Task.read(argv[1])
     run = Run(task.parameters["run"], task.parameters["store"])
     task.write("report", render_page(run))
-    task.describe(
-        "rewards",
-        {f"{score.method} (version {score.version})": score.value for score in run.evaluations()},
-    )
+    rewards = {
+        f"{score.method} (version {score.version})": score.value for score in run.evaluations()
+    }
+    task.describe("rewards", rewards)
     task.finish()
     return 0
 

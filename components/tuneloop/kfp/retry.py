@@ -1,6 +1,9 @@
-"""Retry a stage in its own process: KFP's launcher turns every exit code into 1, so KFP cannot tell a temporary failure
-(75) from the user's mistake (2). A stage that ends with 75 by itself is run again within the same budget as on Argo
-(`tuneloop.core.attempts`); one that was told to end is not."""
+"""Retry a stage in its own process.
+
+KFP's launcher turns every exit code into 1, so KFP cannot tell a temporary failure (75) from the
+user's mistake (2). A stage that ends with 75 by itself is run again within the same budget as on
+Argo (`tuneloop.core.attempts`); one that was told to end is not.
+"""
 
 import contextlib
 import os
@@ -35,9 +38,19 @@ def retry_in_process(
     *,
     url: str = "",
 ) -> int:
-    """Call `run` until it ends with another code than 75, its budget is used up, or SIGTERM has arrived; return the
-    last code. `run` finds by itself what an earlier call has committed; a text of `read_progress` that differs from the
-    last one is progress. Ranks of torchrun are not run again: they would have to agree on it."""
+    """Call `run` until it ends with another code than 75, its budget is used up, or SIGTERM has
+    arrived.
+
+    Args:
+        run: the stage. It finds by itself what an earlier call has committed.
+        read_progress: returns a text; one that differs from the last one is progress.
+        pause_s: seconds between two calls.
+        url: where a failure is recorded, below an output; by default nowhere.
+
+    Returns:
+        The exit code of the last call.
+    """
+    # Ranks of torchrun are not run again: they would have to agree on it.
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return run()
     stopped = threading.Event()
@@ -62,21 +75,22 @@ def retry_in_process(
         write_termination_message(line)
     if code and url:
         failure = {"message": line or f"exit code {code}", "time": time.time()}
-        with contextlib.suppress(
-            UserError, Retryable
-        ):  # for the report, as KFP does not tell; the store may be down
+        # Readers learn why a task failed from the store alone, as KFP does not tell. The store may
+        # be what is down.
+        with contextlib.suppress(UserError, Retryable):
             Store(url).put(FAILURE, dump_checked_json(failure, FAILURE))
     return code
 
 
 def _run_and_read_line(run: Callable[[], int]) -> tuple[int, str]:
     """Return the exit code of `run`, and the line that says why it ended."""
-    before = os.environ.get(TERMINATION_LOG)
+    previous_path = os.environ.get(TERMINATION_LOG)
     with tempfile.NamedTemporaryFile() as file:
+        # The kubelet reads the pod's own file once the last attempt has ended.
         os.environ[TERMINATION_LOG] = file.name
         try:
             return run(), Path(file.name).read_text()
         finally:
             del os.environ[TERMINATION_LOG]
-            if before is not None:
-                os.environ[TERMINATION_LOG] = before
+            if previous_path is not None:
+                os.environ[TERMINATION_LOG] = previous_path

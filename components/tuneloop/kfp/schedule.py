@@ -1,6 +1,10 @@
-"""Run a pipeline again when its data has changed: `create_schedule` uploads it, and creates a recurring run of another
-pipeline, whose task makes the prompts again and starts the first one if they are new (`tuneloop.kfp.check_data`). The
-scheduled time cannot name a run: KFP leaves ``[[ScheduledTime]]`` in parameters as it is (kubeflow/pipelines#12494)."""
+"""Run a pipeline again when its data has changed.
+
+`create_schedule` uploads it, and creates a recurring run of another pipeline, whose task makes the
+prompts again and starts the first one if they are new (`tuneloop.kfp.check_data`). The scheduled
+time cannot name a run: KFP leaves ``[[ScheduledTime]]`` in parameters as it is
+(kubeflow/pipelines#12494).
+"""
 
 import contextlib
 import os
@@ -20,7 +24,9 @@ from tuneloop.kfp.template import define_uncached_step
 from tuneloop.runs.records import check_schedule_name
 
 DATA_PREP = "tuneloop.stages.data_prep:data_prep"
-ABOUT = {
+CHANNEL = "pipelinechannel--"
+"""What KFP puts before the name of a pipeline's parameter that a task inside of a group takes."""
+DESCRIPTIONS = {
     "run_id": "of the tick",
     "api": "address of the KFP API, as pods reach it",
     "schedule": "name of the schedule",
@@ -29,11 +35,12 @@ ABOUT = {
     "pipeline_version_id": "of the pipeline to start",
     "data": "parameters of the stage data_prep",
 }
+"""Parameter of the recurring run's task → description."""
 
 
 def create_schedule(
     client: Any,
-    built: Any,
+    pipeline: Any,
     config: PipelineConfig,
     *,
     name: str,
@@ -42,24 +49,45 @@ def create_schedule(
     root: str | None = None,
     experiment: str = EXPERIMENT,
 ) -> str:
-    """Check for new data at the times of `cron` (five fields), one check at a time and none for times that were missed;
-    runs are named ``<name>-<first 8 digits of the prompts' digest>``. Raises UserError for another number of fields, an
-    invalid name, a name that another schedule has, and a pipeline without the stage `data_prep`."""
+    """Check for new data at given times, one check at a time and none for times that were missed.
+
+    Args:
+        client: of the backend.
+        pipeline: what runs when there is new data.
+        config: its settings.
+        name: of the schedule; its runs are named ``<name>-<first 8 digits of the prompts' digest>``.
+        store: the URL of the store, as pods reach it.
+        cron: the times, in five fields.
+        root: where KFP has handles and previews; by default the backend's.
+        experiment: what lists the runs.
+
+    Returns:
+        The id of the recurring run.
+
+    Raises:
+        UserError: `cron` has another number of fields, `name` is invalid or that of another
+            schedule, or the pipeline has no stage `data_prep`.
+    """
     check_schedule_name(name)
     fields = convert_cron(cron)
     with translate_api_errors(name):
         if client.list_recurring_runs(filter=match_name(name)).recurring_runs:
-            remedy = f"is a schedule already: `tuneloop kfp unschedule {name}` it first, or choose another name"
+            remedy = (
+                f"is a schedule already: `tuneloop kfp unschedule {name}` it first, "
+                "or choose another name"
+            )
             raise UserError("--name", name, remedy)
-    with compiled_package(built) as package:
-        data = find_data_parameters(
-            next(yaml.load_all(Path(package).read_text(), yaml.CSafeLoader)), name
-        )
+    with compiled_package(pipeline) as package:
+        documents = yaml.load_all(Path(package).read_text(), yaml.CSafeLoader)
+        # The first document is the pipeline, the second its platform's settings.
+        data = find_data_parameters(next(documents), name)
         with translate_api_errors(name):
             version = _upload(client, package, name)
-    given = {"schedule": name, "store": store, **version, "data": data}
-    with compiled_package(build_data_check(config, given)) as package, translate_api_errors(name):
-        made = client.create_recurring_run(
+    arguments: JsonObject = {"schedule": name, "store": store, "data": data}
+    arguments |= version
+    data_check = build_data_check(config, arguments)
+    with compiled_package(data_check) as package, translate_api_errors(name):
+        recurring_run = client.create_recurring_run(
             client.create_experiment(experiment).experiment_id,
             name,
             cron_expression=fields,
@@ -68,91 +96,110 @@ def create_schedule(
             pipeline_package_path=package,
             pipeline_root=root,
         )
-    return str(made.recurring_run_id)
+    return str(recurring_run.recurring_run_id)
 
 
 def delete_schedule(client: Any, name: str) -> None:
-    """Delete the recurring runs of a name, but neither pipeline nor runs. Raises UserError where there is none."""
+    """Delete the recurring runs of a name, but neither pipeline nor runs. Raises UserError if there
+    is none.
+    """
     with translate_api_errors(name):
-        found = client.list_recurring_runs(filter=match_name(name)).recurring_runs or []
-        if not found:
+        recurring_runs = client.list_recurring_runs(filter=match_name(name)).recurring_runs or []
+        if not recurring_runs:
             raise UserError("schedule", name, "no recurring run of that name")
-        for each in found:
-            client.delete_recurring_run(each.recurring_run_id)
+        for recurring_run in recurring_runs:
+            client.delete_recurring_run(recurring_run.recurring_run_id)
 
 
 def convert_cron(cron: str) -> str:
-    """Convert five cron fields to KFP's six, which begin with the seconds. Raises UserError at other than five."""
+    """Convert five cron fields to KFP's six, which begin with the seconds. Raises UserError for
+    another number of fields.
+    """
     if len(cron.split()) != 5:
-        raise UserError(
-            "--cron",
-            cron,
-            "write five fields, as in '0 3 * * *': minute, hour, day, month, day of week",
-        )
+        remedy = "write five fields, as in '0 3 * * *': minute, hour, day, month, day of week"
+        raise UserError("--cron", cron, remedy)
     return f"0 {cron}"
 
 
-def build_data_check(config: PipelineConfig, given: JsonMapping) -> Any:
-    """Return the pipeline of the recurring run."""
-    kinds = {
-        **{name: dict if name == "data" else str for name in ABOUT},
-        "done": dsl.OutputPath(str),
-    }
+def build_data_check(config: PipelineConfig, arguments: JsonMapping) -> Any:
+    """Build the pipeline of the recurring run.
+
+    Args:
+        config: settings of the pipeline that it starts, for the image and the task's pod.
+        arguments: of its task, but for those that KFP or the settings have.
+    """
+    kinds: JsonObject = dict.fromkeys(DESCRIPTIONS, str)
+    kinds["data"] = dict
+    kinds["done"] = dsl.OutputPath(str)
     summary = "Start a run where the data is new."
-    step = define_uncached_step("check_data", summary, kinds, ABOUT, config.cluster, config.kfp)
+    step = define_uncached_step(
+        "check_data", summary, kinds, DESCRIPTIONS, config.cluster, config.kfp
+    )
 
     def check_data():  # type: ignore[no-untyped-def]  # kfp would read an annotation as an output
         """Look for new data, and start the pipeline if there is any."""
-        step("check-data", run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER, api=config.kfp.api, **given)
+        run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+        step("check-data", run_id=run_id, api=config.kfp.api, **arguments)
 
-    return dsl.pipeline(name=f"{given['schedule']}-tick")(check_data)
+    return dsl.pipeline(name=f"{arguments['schedule']}-tick")(check_data)
 
 
 def find_data_parameters(spec: JsonMapping, name: str) -> JsonObject:
-    """Return the parameters of a compiled pipeline's stage `data_prep`. Raises UserError where it has no such stage."""
-    executors = spec["deploymentSpec"]["executors"]
-    labels = {
-        label
-        for label, each in executors.items()
-        if DATA_PREP in each["container"].get("command", ())
-    }
-    components = {
-        k for k, each in spec["components"].items() if each.get("executorLabel") in labels
-    }
-    graphs = [spec["root"], *spec["components"].values()]
-    tasks = [task for graph in graphs for task in graph.get("dag", {}).get("tasks", {}).values()]
-    task = next((each for each in tasks if each["componentRef"]["name"] in components), None)
+    """Return the parameters of a compiled pipeline's stage `data_prep`.
+
+    Args:
+        spec: the compiled pipeline, a message ``PipelineSpec``.
+        name: what messages call it.
+
+    Raises:
+        UserError: it has no such stage.
+    """
+    task = _find_data_task(spec)
     if task is None:
-        raise UserError(
-            "pipeline", name, "has no stage data_prep, whose prompts show whether there is new data"
-        )
-    defaults = {
-        k: v.get("defaultValue") for k, v in spec["root"]["inputDefinitions"]["parameters"].items()
-    }
-    found = {}
+        remedy = "has no stage data_prep, whose prompts show whether there is new data"
+        raise UserError("pipeline", name, remedy)
+    pipeline_parameters = spec["root"]["inputDefinitions"]["parameters"]
+    parameters: JsonObject = {}
     for key, source in task["inputs"]["parameters"].items():
-        channel = source.get("componentInputParameter", "").removeprefix("pipelinechannel--")
-        found[key] = (
-            source["runtimeValue"]["constant"]
-            if "runtimeValue" in source
-            else defaults.get(channel)
-        )
-    return {
-        key: value
-        for key, value in found.items()
-        if key != "url" and not key.startswith("pipelinechannel--")
-    }
+        # The URL of the output, and channels that KFP adds for parts of it.
+        if key == "url" or key.startswith(CHANNEL):
+            continue
+        if "runtimeValue" in source:
+            parameters[key] = source["runtimeValue"]["constant"]
+        else:
+            # The recurring run passes no parameters, so that the pipeline's defaults apply.
+            parameter = source.get("componentInputParameter", "").removeprefix(CHANNEL)
+            parameters[key] = pipeline_parameters.get(parameter, {}).get("defaultValue")
+    return parameters
+
+
+def _find_data_task(spec: JsonMapping) -> JsonObject | None:
+    """Find the task of `data_prep` in the graphs of a compiled pipeline."""
+    executors = spec["deploymentSpec"]["executors"]
+    graphs: list[JsonObject] = [spec["root"]]
+    graphs += spec["components"].values()
+    for graph in graphs:
+        for task in graph.get("dag", {}).get("tasks", {}).values():
+            # A component without an executor is a graph.
+            component = spec["components"][task["componentRef"]["name"]]
+            executor = executors.get(component.get("executorLabel"), {})
+            if DATA_PREP in executor.get("container", {}).get("command", ()):
+                data_task: JsonObject = task
+                return data_task
+    return None
 
 
 def _upload(client: Any, package: str, name: str) -> dict[str, str]:
     """Upload a version of the pipeline `name`, unless it has been; return its ids."""
+    # Equal settings compile to equal bytes.
     version = f"{name}-{xxhash.xxh3_64_hexdigest(Path(package).read_bytes())}"
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # kfp prints links
-        pipeline_id = (
-            client.get_pipeline_id(name) or client.upload_pipeline(package, name).pipeline_id
-        )
-        known = client.list_pipeline_versions(
-            pipeline_id, filter=match_name(version)
-        ).pipeline_versions
-        made = known[0] if known else client.upload_pipeline_version(package, version, pipeline_id)
-    return {"pipeline_id": pipeline_id, "pipeline_version_id": made.pipeline_version_id}
+    # kfp prints links to its UI.
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+        pipeline_id = client.get_pipeline_id(name)
+        if not pipeline_id:
+            pipeline_id = client.upload_pipeline(package, name).pipeline_id
+        page = client.list_pipeline_versions(pipeline_id, filter=match_name(version))
+        versions = page.pipeline_versions or []
+        if not versions:
+            versions = [client.upload_pipeline_version(package, version, pipeline_id)]
+    return {"pipeline_id": pipeline_id, "pipeline_version_id": versions[0].pipeline_version_id}

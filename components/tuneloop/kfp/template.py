@@ -1,7 +1,9 @@
-"""A stage as a KFP container component, and the resources of its pods: the counterpart of `tuneloop.argo.template`.
+"""A stage as a KFP container component, and the resources of its pods: the counterpart of
+`tuneloop.argo.template`.
 
-A component takes the stage's input artifacts, the URL of its output and all its parameters; it returns a typed handle
-of the committed artifact, its results, and the artifacts that the UI shows."""
+A component takes the stage's input artifacts, the URL of its output and all its parameters; it
+returns a typed handle of the committed artifact, its results, and the artifacts that the UI shows.
+"""
 
 import inspect
 import json
@@ -33,85 +35,137 @@ TYPES = {
     "metrics": Metrics,
 }
 """Input or output → artifact type; any other is a Dataset."""
+DESCRIPTIONS = {
+    URL: "where the output is committed",
+    TARGET: "rewards of this mean end the loop",
+    SAME: "input → the other input that is the same artifact",
+}
+"""Parameter of the adapter itself → description."""
 GPU = "nvidia.com/gpu"
+USER = 1000
+"""The user and group that the images are made for."""
+NO_DEADLINE = "8760h"
 REQUIRED = inspect.Parameter.empty
 Step = Callable[..., dsl.PipelineTask]
+"""Creates a task of the enclosing pipeline: ``step(name, **arguments)``."""
+Signature = dict[str, tuple[Any, Any]]
+"""Input or output → its kfp type and its default, which may be `REQUIRED`."""
 
 
 def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp: Kfp) -> Step:
-    """Return the stage as a function that creates its task: ``step("sft", url=…, policy=…)``. The function takes the
-    task's name in the UI, the input artifacts, ``url`` (where the output is committed) and the `dynamic` parameters;
-    the other parameters are resolved here, once. A stage of several nodes is a JobSet, which the task's pod launches in
-    the namespace ``kfp.jobs``. Raises UserError at a parameter that the stage refuses."""
-    component = spec.component
+    """Return a stage as a step: ``step("sft", url=…, policy=…)``.
+
+    The step takes the task's name in the UI, the input artifacts, ``url`` (where the output is
+    committed) and the `dynamic` parameters; the other parameters are resolved here, once. A stage
+    of several nodes is a JobSet, which the task's pod launches in the namespace ``kfp.jobs``.
+
+    Raises:
+        UserError: the stage refuses a parameter.
+    """
+    stage = spec.component
+    parameters = dict(spec.parameters)
+    role = find_role(stage, parameters, dynamic)
+    image_name = stage.image
     processes = spec.processes
-    nodes = spec.nodes
-    given = spec.parameters
-    spread = {"expected_world_size": nodes * processes} if nodes > 1 else {}
-    fixed = {
-        k: v
-        for k, v in component.resolve_constants({**given, **spread}, dynamic).items()
-        if v is not None
-    }
-    image = cluster.images.format(image="base" if spread else component.image)
-    settings = cluster.model_dump(mode="json", exclude_defaults=True)
-    job = {"nodes": nodes, "processes": processes, "cluster": settings, "namespace": kfp.jobs}
-    extra = ["--job", json.dumps(job, separators=(",", ":"))] if spread else []
-    made = stage_component(component, image, 1 if spread else processes, {*fixed, *dynamic}, extra)
-    own = cluster.adjust_role("cpu", **SMALL) if spread else cluster
-    role = "cpu" if spread else find_role(component, given, dynamic)
+    flags: list[str] = []
+    task_cluster = cluster
+    if spec.nodes > 1:
+        parameters["expected_world_size"] = spec.nodes * processes
+        job = {
+            "nodes": spec.nodes,
+            "processes": processes,
+            "cluster": cluster.model_dump(mode="json", exclude_defaults=True),
+            "namespace": kfp.jobs,
+        }
+        flags = ["--job", json.dumps(job, separators=(",", ":"))]
+        # The task's pod only talks to the API server.
+        role = "cpu"
+        image_name = "base"
+        processes = 1
+        task_cluster = cluster.adjust_role("cpu", **SMALL)
+    image = cluster.images.format(image=image_name)
+    constants = stage.resolve_constants(parameters, dynamic)
+    # KFP's parameters have no null.
+    constants = {name: value for name, value in constants.items() if value is not None}
+    parameter_names = set(constants).union(dynamic)
+    create_task = stage_component(stage, image, processes, parameter_names, flags)
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
-        task = made(**fixed, **pass_artifacts_once(arguments, component.inputs)).set_display_name(
-            name
-        )
+        passed_once = pass_artifacts_once(arguments, stage.inputs)
+        task = create_task(**constants, **passed_once).set_display_name(name)
         task.set_env_variable("TUNELOOP_NODE_NAME", name)
-        configure_task_pod(task, image, own, kfp, role)
+        configure_task_pod(task, image, task_cluster, kfp, role)
         return task
 
     return step
 
 
 def pass_artifacts_once(arguments: JsonMapping, inputs: Iterable[str]) -> JsonObject:
-    """Return the arguments of a task with each artifact once; `SAME` maps a dropped input to the input that is the same
-    artifact. `inputs` are the input artifacts in the component's order: of two equal ones, the first is passed."""
-    passed: JsonObject = {}
-    first: dict[str, str] = {}
+    """Return the arguments of a task with each artifact once.
+
+    Args:
+        arguments: of a task.
+        inputs: the input artifacts in the component's order: of two equal ones, the first is
+            passed.
+
+    Returns:
+        The arguments, of which `SAME` maps a dropped input to the input that is the same artifact.
+    """
+    order = list(inputs)
+    order += arguments
+    unique: JsonObject = {}
+    input_by_artifact: dict[str, str] = {}
     same: dict[str, str] = {}
-    for name in sorted(arguments, key=[*inputs, *arguments].index):
+    for name in sorted(arguments, key=order.index):
         value = arguments[name]
-        if (
-            isinstance(value, PipelineArtifactChannel)
-            and (other := first.setdefault(str(value), name)) != name
-        ):
-            same[name] = other
-        else:
-            passed[name] = value
-    return {**passed, **({SAME: same} if same else {})}
+        if isinstance(value, PipelineArtifactChannel):
+            first_input = input_by_artifact.setdefault(str(value), name)
+            if first_input != name:
+                same[name] = first_input
+                continue
+        unique[name] = value
+    if same:
+        unique[SAME] = same
+    return unique
 
 
 def define_uncached_step(
     name: str,
     summary: str,
     kinds: JsonMapping,
-    about: Mapping[str, str],
+    descriptions: Mapping[str, str],
     cluster: Cluster,
     kfp: Kfp,
 ) -> Step:
-    """Return the program ``tuneloop.kfp.<name>`` as a step that KFP never caches, because it reads the current state.
-    `kinds` maps its inputs and outputs, none of them optional, to their types."""
+    """Return the program ``tuneloop.kfp.<name>`` as a step that KFP never caches, because it reads
+    the current state.
+
+    Args:
+        name: of the program.
+        summary: one sentence for the UI.
+        kinds: input or output → type; none of them is optional.
+        descriptions: input → what it is.
+        cluster: settings of the task's pod.
+        kfp: settings of the task.
+    """
     image = cluster.images.format(image="base")
-    signature = {name: (kind, REQUIRED) for name, kind in kinds.items()}
-    made = define_container_component(
-        name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"]
+    create_task = define_container_component(
+        name,
+        summary,
+        {parameter: (kind, REQUIRED) for parameter, kind in kinds.items()},
+        descriptions,
+        image,
+        ["python3", "-m", f"tuneloop.kfp.{name}"],
     )
-    return make_step(
-        lambda **arguments: made(**arguments).set_caching_options(False), image, cluster, kfp
-    )
+
+    def create_uncached_task(**arguments: Any) -> dsl.PipelineTask:
+        return create_task(**arguments).set_caching_options(False)
+
+    return make_step(create_uncached_task, image, cluster, kfp)
 
 
 def make_step(
-    made: Callable[..., dsl.PipelineTask],
+    create_task: Callable[..., dsl.PipelineTask],
     image: str,
     cluster: Cluster,
     kfp: Kfp,
@@ -120,7 +174,7 @@ def make_step(
     """Return a container component as a step."""
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
-        task = made(**arguments).set_display_name(name)
+        task = create_task(**arguments).set_display_name(name)
         configure_task_pod(task, image, cluster, kfp, role)
         return task
 
@@ -128,170 +182,231 @@ def make_step(
 
 
 def stage_component(
-    component: Component,
+    stage: Component,
     image: str,
     processes: int = 1,
     passed: Iterable[str] = (),
     extra: Sequence[str] = (),
 ) -> Any:
-    """Return the stage as a `kfp.dsl` container component, which has the parameters `passed` even where their default
-    is None (kfp.local cannot leave out an integer)."""
-    signature, about = stage_signature(component, {*passed})
-    _, *start, module = component.command(processes)
-    command = ["python3", *start, "tuneloop.kfp.stage", f"{module}:{component.name}"]
+    """Return the stage as a `kfp.dsl` container component.
+
+    Args:
+        stage: what to run.
+        image: of the container.
+        processes: ranks of torchrun.
+        passed: parameters that the component has even where their default is None. It lacks the
+            others without a default, as kfp.local cannot leave out an integer.
+        extra: flags of `tuneloop.kfp.stage` besides the executor input.
+    """
+    signature, descriptions = stage_signature(stage, set(passed))
+    # kfp.local needs the name of an interpreter as the first word.
+    _, *launcher, module = stage.command(processes)
+    command = ["python3"]
+    command += launcher
+    command += ["tuneloop.kfp.stage", f"{module}:{stage.name}"]
     return define_container_component(
-        component.name, component.summary, signature, about, image, command, extra
+        stage.name, stage.summary, signature, descriptions, image, command, extra
     )
 
 
-def stage_signature(
-    component: Component, passed: set[str]
-) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
-    """Return name → (kfp type, default) of a stage's inputs and outputs, and name → description."""
-    fields = {
-        k: f
-        for k, f in component.Params.model_fields.items()
-        if k in passed or f.default is not None
-    }
-    ends_loop = component.role == "trainer" and "iteration" in fields
-    signature: dict[str, tuple[Any, Any]] = {
-        **define_inputs(
-            {name: TYPES.get(name, Dataset) for name in component.inputs}, component.inputs
-        ),
-        URL: (str, REQUIRED),
-        **{name: _parameter(field) for name, field in fields.items()},
-        **({TARGET: (Optional[float], None)} if ends_loop else {}),
-        **{name: (Output[kind], REQUIRED) for name, kind in _artifacts(component).items()},
-        **{
-            get_result_name(component, k): (dsl.OutputPath(kind), REQUIRED)
-            for k, kind in component.results.items()
-        },
-    }
-    about = {name: field.description or "" for name, field in fields.items()}
-    return signature, {
-        URL: "where the output is committed",
-        TARGET: "rewards of this mean end the loop",
-        SAME: "input → the other input that is the same artifact",
-        **about,
-    }
+def stage_signature(stage: Component, passed: set[str]) -> tuple[Signature, dict[str, str]]:
+    """Return the inputs and outputs of a stage's component, and name → description."""
+    fields: dict[str, FieldInfo] = {}
+    for name, field in stage.Params.model_fields.items():
+        if name in passed or field.default is not None:
+            fields[name] = field
+    types = {name: TYPES.get(name, Dataset) for name in stage.inputs}
+    signature = define_inputs(types, stage.inputs)
+    signature[URL] = (str, REQUIRED)
+    for name, field in fields.items():
+        signature[name] = _describe_parameter(field)
+    # The trainer of an iteration decides whether the loop ends (`tuneloop.kfp.stage`).
+    if stage.role == "trainer" and "iteration" in fields:
+        signature[TARGET] = (Optional[float], None)
+    for name, kind in choose_output_types(stage).items():
+        signature[name] = (Output[kind], REQUIRED)
+    for name, result_type in stage.results.items():
+        signature[get_result_name(stage, name)] = (dsl.OutputPath(result_type), REQUIRED)
+    descriptions = dict(DESCRIPTIONS)
+    for name, field in fields.items():
+        descriptions[name] = field.description or ""
+    return signature, descriptions
 
 
-def define_inputs(types: JsonMapping, required: Mapping[str, bool]) -> dict[str, tuple[Any, Any]]:
-    """Return the signature of input artifacts; the second of two with the same type may be the same artifact."""
-    earlier: set[Any] = set()
-    signature: dict[str, tuple[Any, Any]] = {}
+def define_inputs(types: JsonMapping, required: Mapping[str, bool]) -> Signature:
+    """Return the signature of input artifacts.
+
+    Args:
+        types: input → artifact type.
+        required: input → whether the stage needs it.
+    """
+    earlier_types: set[Any] = set()
+    signature: Signature = {}
     for name, kind in types.items():
-        needed = required[name] and kind not in earlier
-        signature[name] = (Input[kind], REQUIRED) if needed else (Optional[Input[kind]], None)
-        earlier.add(kind)
-    return {**signature, **({SAME: (dict, {})} if len(earlier) < len(types) else {})}
+        # The second of two with the same type may be the same artifact, and is then not passed.
+        if required[name] and kind not in earlier_types:
+            signature[name] = (Input[kind], REQUIRED)
+        else:
+            signature[name] = (Optional[Input[kind]], None)
+        earlier_types.add(kind)
+    if len(earlier_types) < len(types):
+        signature[SAME] = (dict, {})
+    return signature
 
 
 def define_container_component(
     name: str,
     summary: str,
-    signature: Mapping[str, tuple[Any, Any]],
-    about: Mapping[str, str],
+    signature: Signature,
+    descriptions: Mapping[str, str],
     image: str,
     command: list[str],
     extra: Sequence[str] = (),
 ) -> Any:
-    """Define a container component whose program gets the executor input and `extra`. `command` begins with
-    ``python3``, which kfp.local replaces by its own interpreter."""
+    """Define a container component.
+
+    Args:
+        name: of the component.
+        summary: one sentence for the UI.
+        signature: its inputs and outputs.
+        descriptions: input or output → what it is.
+        image: of the container.
+        command: begins with ``python3``, which kfp.local replaces by its own interpreter.
+        extra: arguments of the program besides the executor input.
+    """
+    arguments = ["--executor-input", dsl.PIPELINE_TASK_EXECUTOR_INPUT_PLACEHOLDER]
+    arguments += extra
 
     def program(*_: Any) -> dsl.ContainerSpec:
-        arguments = ["--executor-input", dsl.PIPELINE_TASK_EXECUTOR_INPUT_PLACEHOLDER, *extra]
         return dsl.ContainerSpec(image=image, command=command, args=arguments)
 
-    # kfp reads a component's interface from a function's signature and docstring.
-    kind = inspect.Parameter.KEYWORD_ONLY
     program.__name__ = name
-    program.__doc__ = "\n".join(
-        [summary, "", "Args:", *(f"    {k}: {about[k]}" for k in signature if about.get(k))]
-    )
-    program.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(k, kind, annotation=each, default=default)
-            for k, (each, default) in signature.items()
-        ]
-    )
+    set_interface(program, summary, signature, descriptions)
     return dsl.container_component(program)
+
+
+def set_interface(
+    function: Callable[..., Any],
+    summary: str,
+    signature: Signature,
+    descriptions: Mapping[str, str],
+) -> None:
+    """Give a function the signature and docstring from which kfp reads an interface."""
+    lines = [summary, "", "Args:"]
+    parameters: list[inspect.Parameter] = []
+    for name, (kind, default) in signature.items():
+        if descriptions.get(name):
+            lines.append(f"    {name}: {descriptions[name]}")
+        # Of such parameters, those without a default may follow those with one.
+        parameter = inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default
+        )
+        parameters.append(parameter)
+    function.__doc__ = "\n".join(lines)
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
 
 
 def configure_task_pod(
     task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
 ) -> None:
-    """Set the resources, queue, store and rights of a task's pod. Raises UserError if it should share devices, or
-    have more memory after the first attempt."""
+    """Set the resources, queue, store and rights of a task's pod.
+
+    Raises:
+        UserError: it should share devices, or have more memory after the first attempt.
+    """
     if cluster.share:
-        remedy = "Kubeflow Pipelines have no field for claims, and no step that releases them: leave it out"
+        remedy = (
+            "Kubeflow Pipelines have no field for claims, and no step that releases them: "
+            "leave it out"
+        )
         raise UserError("cluster.share.group", cluster.share.group, remedy)
     cluster.check_one_memory_limit(role, "Kubeflow Pipelines")
-    own = cluster.resources(role)
-    task.set_cpu_request(own.cpu).set_memory_request(own.memory_request).set_memory_limit(
-        own.memory_request
-    )
-    # The last becomes Argo's maxDuration, a deadline from the start of the first attempt; so it must be long.
+    # The maximum becomes Argo's maxDuration, a deadline from the start of the first attempt; so it
+    # must be long.
     task.set_retry(
-        kfp.retries, backoff_duration="10s", backoff_factor=1, backoff_max_duration="8760h"
+        kfp.retries,
+        backoff_duration="10s",
+        backoff_factor=1,
+        backoff_max_duration=NO_DEADLINE,
     )
     task.set_env_variable("TUNELOOP_IMAGE", image)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
-    kubernetes.set_security_context(task, run_as_user=1000, run_as_group=1000, run_as_non_root=True)
-    # No variable is read from both: KFP's patch would merge two of one name into one with two sources, which
-    # Kubernetes refuses.
+    kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
+    if kfp.image_pull_secrets:
+        kubernetes.set_image_pull_secrets(task, kfp.image_pull_secrets)
+    if kfp.timeout_s:
+        kubernetes.set_timeout(task, kfp.timeout_s)
+    _give_secrets(task, cluster)
+    for claim, path in kfp.volumes.items():
+        kubernetes.mount_pvc(task, claim, path)
+    _request_resources(task, cluster, role)
+
+
+def _give_secrets(task: dsl.PipelineTask, cluster: Cluster) -> None:
+    """Let a task's pod reach the store and the sandbox."""
+    # No variable is read from both: KFP's patch would merge two of one name into one with two
+    # sources, which Kubernetes refuses.
     kubernetes.use_config_map_as_env(task, STORE, {key: key for key in PLAIN}, optional=True)
     kubernetes.use_secret_as_env(task, STORE, {key: key for key in SECRET}, optional=True)
     for name, value in cluster.sandbox_environment.items():
         task.set_env_variable(name, value)
     if cluster.sandbox_environment:
         kubernetes.use_secret_as_volume(task, *SANDBOX, optional=True)
-    if kfp.image_pull_secrets:
-        kubernetes.set_image_pull_secrets(task, kfp.image_pull_secrets)
-    if kfp.timeout_s:
-        kubernetes.set_timeout(task, kfp.timeout_s)
-    for claim, path in kfp.volumes.items():
-        kubernetes.mount_pvc(task, claim, path)
-    if gpus := cluster.count_gpus(role):
+
+
+def _request_resources(task: dsl.PipelineTask, cluster: Cluster, role: ResourceRole) -> None:
+    """Set what a task's pod requests, and which nodes and queue it waits for."""
+    resources = cluster.resources(role)
+    task.set_cpu_request(resources.cpu)
+    task.set_memory_request(resources.memory_request)
+    task.set_memory_limit(resources.memory_request)
+    gpus = cluster.count_gpus(role)
+    if gpus:
         task.set_accelerator_type(GPU).set_accelerator_limit(gpus)
     for label, value in cluster.build_queue_labels(role).items():
         kubernetes.add_pod_label(task, label, value)
-    if own.shm:
-        limit = None if own.shm == AUTO else own.shm
+    if resources.shm:
+        # Without a limit the pod's memory is the limit.
+        limit = None if resources.shm == AUTO else resources.shm
         kubernetes.empty_dir_mount(task, "shm", SHM, medium="Memory", size_limit=limit)
-    for label, value in own.node_selector.items():
+    for label, value in resources.node_selector.items():
         kubernetes.add_node_selector(task, label, value)
-    for toleration in own.tolerations:
+    for toleration in resources.tolerations:
         kubernetes.add_toleration(task, **toleration.model_dump(exclude_defaults=True))
 
 
-def _artifacts(component: Component) -> JsonObject:
-    """Return the stage's output artifacts: first the handle, then those that the UI shows."""
-    outputs: JsonObject = {component.output: TYPES.get(component.kind, Dataset)}
-    if component.kind != "metrics":
-        outputs["results"] = Metrics
-    outputs["preview"] = Markdown
-    if component.kind == "checkpoint" and "loss" in component.results:
-        outputs["curves"] = HTML
-    return outputs
+def choose_output_types(stage: Component) -> JsonObject:
+    """Return the stage's output artifacts → type: first the handle, then those that the UI shows."""
+    types: JsonObject = {stage.output: TYPES.get(stage.kind, Dataset)}
+    # Metrics are scalars themselves.
+    if stage.kind != "metrics":
+        types["results"] = Metrics
+    types["preview"] = Markdown
+    if stage.kind == "checkpoint" and "loss" in stage.results:
+        types["curves"] = HTML
+    return types
 
 
-def _parameter(field: FieldInfo) -> tuple[Any, Any]:
+def _describe_parameter(field: FieldInfo) -> tuple[Any, Any]:
     """Return the kfp type and default of a parameter; one that may be None may be left out."""
-    kind = _kind(field.annotation)
+    kind = _choose_type(field.annotation)
     if field.is_required():
         return kind, REQUIRED
-    return (Optional[kind], None) if field.default is None else (kind, field.default)
+    if field.default is None:
+        return Optional[kind], None
+    return kind, field.default
 
 
-def _kind(annotation: Any) -> type:
+def _choose_type(annotation: Any) -> type:
+    """Return the type among str, int, float, bool, list and dict that kfp has for an annotation."""
     origin = get_origin(annotation) or annotation
+    parts = get_args(annotation)
     if origin is Annotated:
-        return _kind(get_args(annotation)[0])
+        return _choose_type(parts[0])
     if origin in (Union, UnionType):
-        return _kind(next(part for part in get_args(annotation) if part is not type(None)))
+        return _choose_type(next(part for part in parts if part is not type(None)))
     if origin is Literal:
-        return type(get_args(annotation)[0])
+        return type(parts[0])
     if issubclass(origin, BaseModel):
         return dict
     return list if origin is tuple else origin

@@ -28,7 +28,7 @@ class Launcher:
     def start(
         self, name: str, at: str, inputs: dict[str, Any] | None = None, **parameters: Any
     ) -> int:
-        from tuneloop.kfp.template import _artifacts
+        from tuneloop.kfp.template import choose_output_types
 
         task = self.directory / "kfp" / at
         task.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ class Launcher:
             "outputs": {
                 "artifacts": {
                     each: {"artifacts": [{"name": each, "uri": str(task / each)}]}
-                    for each in (*_artifacts(getattr(toy, name)), io.LOGS)
+                    for each in (*choose_output_types(getattr(toy, name)), io.LOGS)
                 },
                 "parameters": {
                     each: {"outputFile": str(task / "x")} for each in getattr(toy, name).results
