@@ -18,7 +18,9 @@ KFP's metadata store allows one event for an artifact in a task (its table Event
 artifact, execution and type), and its driver fails at the second.
 """
 LOGS = "executor-logs"
-"""Output artifact that KFP's driver adds to each task: its launcher writes it, while the task runs."""
+"""Output artifact that KFP's driver adds to each task: its launcher writes it while the task
+runs.
+"""
 SCHEMES = {"s3://": "/s3/", "gs://": "/gcs/", "minio://": "/minio/"}
 """URL scheme → where the launcher keeps the artifact in the container."""
 ARTIFACT_FIELDS = ("name", "uri", "metadata", "customPath")
