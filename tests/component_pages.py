@@ -32,7 +32,7 @@ def render_stage_page(stage: Component) -> str:
     """Render the Markdown page of a stage: what it does, its inputs, outputs and parameters."""
     from tuneloop.kfp.template import stage_component
 
-    spec = stage_component(stage, "none", passed=stage.Params.model_fields).component_spec
+    spec = stage_component(stage, "none", parameter_names=stage.Params.model_fields).component_spec
     kinds = {name: _kind(each.type) for name, each in [*spec.inputs.items(), *spec.outputs.items()]}
     role = find_role(stage, {})
     where = "a CPU" if role == "cpu" else f"what `cluster.{role}` asks for"

@@ -81,16 +81,16 @@ def connect_to_kfp(
         """
 
         def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
-            rest = self._healthz_api.api_client.rest_client
-            send = type(rest).request
+            rest_client = self._healthz_api.api_client.rest_client
+            send = type(rest_client).request
 
             # The library passes no timeout of its own, and has no setting for one.
             def send_with_timeout(*args: Any, **options: Any) -> Any:
                 options["_request_timeout"] = TIMEOUT_S
-                return send(rest, *args, **options)
+                return send(rest_client, *args, **options)
 
-            rest.request = send_with_timeout
-            rest.pool_manager.connection_pool_kw["retries"] = Retry(connect=0, read=0)
+            rest_client.request = send_with_timeout
+            rest_client.pool_manager.connection_pool_kw["retries"] = Retry(connect=0, read=0)
             return self._healthz_api.healthz_service_get_healthz()
 
     address = endpoint or KUBECONFIG_ADDRESS

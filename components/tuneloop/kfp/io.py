@@ -58,6 +58,7 @@ class Task:
         inputs: dict[str, JsonObject] = {}
         for name, artifact in _unwrap_artifacts(input_messages.get("artifacts", {})).items():
             inputs[name] = dict(artifact.get("metadata", {}))
+        # An input that is the same artifact as another was not passed itself.
         for name, other in parameters.get(SAME, {}).items():
             inputs[name] = inputs[other]
         outputs = _unwrap_artifacts(output_messages.get("artifacts", {}))

@@ -16,6 +16,7 @@ def main(argv: Sequence[str]) -> int:
     task = Task.read(argv[1])
     run = Run(task.parameters["run"], task.parameters["store"])
     task.write("report", render_page(run))
+    # One method may have judged several versions, and KFP takes one value for a name.
     rewards = {
         f"{score.method} (version {score.version})": score.value for score in run.evaluations()
     }

@@ -185,7 +185,7 @@ def stage_component(
     stage: Component,
     image: str,
     processes: int = 1,
-    passed: Iterable[str] = (),
+    parameter_names: Iterable[str] = (),
     extra: Sequence[str] = (),
 ) -> Any:
     """Return the stage as a `kfp.dsl` container component.
@@ -194,11 +194,11 @@ def stage_component(
         stage: what to run.
         image: of the container.
         processes: ranks of torchrun.
-        passed: parameters that the component has even where their default is None. It lacks the
-            others without a default, as kfp.local cannot leave out an integer.
+        parameter_names: parameters that the component has even where their default is None. It
+            lacks the others without a default, as kfp.local cannot leave out an integer.
         extra: flags of `tuneloop.kfp.stage` besides the executor input.
     """
-    signature, descriptions = stage_signature(stage, set(passed))
+    signature, descriptions = stage_signature(stage, set(parameter_names))
     # kfp.local needs the name of an interpreter as the first word.
     _, *launcher, module = stage.command(processes)
     command = ["python3"]
@@ -209,11 +209,13 @@ def stage_component(
     )
 
 
-def stage_signature(stage: Component, passed: set[str]) -> tuple[Signature, dict[str, str]]:
+def stage_signature(
+    stage: Component, parameter_names: set[str]
+) -> tuple[Signature, dict[str, str]]:
     """Return the inputs and outputs of a stage's component, and name → description."""
     fields: dict[str, FieldInfo] = {}
     for name, field in stage.Params.model_fields.items():
-        if name in passed or field.default is not None:
+        if name in parameter_names or field.default is not None:
             fields[name] = field
     types = {name: TYPES.get(name, Dataset) for name in stage.inputs}
     signature = define_inputs(types, stage.inputs)
