@@ -76,7 +76,7 @@ def _show_gates(fleet: str, context: str | None) -> int:
 
     name, namespace, port = parse_service_url(fleet)
     gates = read_gates(connect_to_cluster(namespace, context), name, port or FRONTEND_PORT)
-    rows = [(gate.name, "open" if gate.open else "shut", gate.why) for gate in gates]
+    rows = [(gate.name, "open" if gate.open else "shut", gate.reason) for gate in gates]
     print_table(("gate", "state", "why"), rows, cut="why")
     return 0 if all(gate.open for gate in gates) else 1
 

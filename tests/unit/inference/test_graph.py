@@ -131,7 +131,7 @@ def test_a_manifest_that_can_not_be_meant(documents: list[Any], sets: list[str],
 )
 def test_the_operators_gate(status: Any, open_: bool, why: str) -> None:
     gate = operator_gate({"metadata": {"generation": 2}, "status": status})
-    assert (gate.open, gate.why) == (open_, why)
+    assert (gate.open, gate.reason) == (open_, why)
 
 
 def test_the_pods_gate() -> None:
@@ -140,7 +140,7 @@ def test_the_pods_gate() -> None:
         metadata = SimpleNamespace(deletion_timestamp="now" if leaving else None)
         return SimpleNamespace(metadata=metadata, status=SimpleNamespace(conditions=conditions))
 
-    assert pods_gate([]).why == "0 of 0 ready" and not pods_gate([]).open
+    assert pods_gate([]).reason == "0 of 0 ready" and not pods_gate([]).open
     assert not pods_gate([pod("True"), pod("False")]).open
     assert pods_gate([pod("True"), pod("False", leaving=True)]).open
 
@@ -151,7 +151,7 @@ def test_the_pods_gate() -> None:
 def test_the_frontends_gate(status: int, open_: bool) -> None:
     assert frontend_gate(status).open is open_
     assert (
-        frontend_gate(0, "ConnectionRefused").why == "ConnectionRefused"
+        frontend_gate(0, "ConnectionRefused").reason == "ConnectionRefused"
         and not frontend_gate(0).open
     )
 
