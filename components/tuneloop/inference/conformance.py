@@ -21,7 +21,7 @@ from tuneloop.core.http import Response, Unanswered, open_response
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.formats.facts import VersionFacts
-from tuneloop.inference.engines.endpoint import check_url
+from tuneloop.inference.engines.endpoint import ROUNDING, check_url
 from tuneloop.inference.proof import read_canary
 
 FAR = 1_000_000
@@ -32,8 +32,6 @@ SAMPLING: JsonMapping = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": 
 """What a request asks for unless a check says otherwise."""
 FIELDS = {"ids": list, "logprobs": list, "finish_reason": str, "start_version": int}
 """Field of a completion → its type."""
-ROUNDING = 1e-3
-"""Log-probabilities may exceed 0 by this much, in nats: half precision does not sum to 1."""
 
 
 class Failed(AssertionError):

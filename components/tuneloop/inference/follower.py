@@ -145,12 +145,13 @@ class Follower(threading.Thread):
     def _announce(self) -> None:
         """Announce the served version, if it is new or the last announcement is old."""
         version = self.loop.engine.version
-        now = time.monotonic()
-        is_fresh = now - self._announced_at < live.RENEW_S
+        time_s = time.monotonic()
+        # An announcement that is not renewed expires, so that versions are not kept for dead pods.
+        is_fresh = time_s - self._announced_at < live.RENEW_S
         if version < 0 or self._stopping or (version == self._announced_version and is_fresh):
             return
         self._announced_version = version
-        self._announced_at = now
+        self._announced_at = time_s
         try:
             live.announce_version(self.store, self._name, version)
         except (UserError, Retryable) as error:

@@ -16,8 +16,8 @@ from tuneloop.inference import generate
 from tuneloop.inference.prompt_room import Spares
 
 REFERENCES = {"sft_eval": "completion", "preference_eval": "chosen"}
-"""Split of held-out demonstrations or pairs → the column with the text that is to be said."""
-MOST = 16
+"""Split of held-out demonstrations or pairs → the column with the text that is expected."""
+SAMPLED = 16
 """Demonstrations whose prompts are completed: people read them, and nothing is measured on them."""
 COLUMNS = ("id", "prompt", "chat")
 
@@ -37,11 +37,13 @@ def has_rows(prompts: Artifact, file: str) -> bool:
 def sample_demonstrations(
     stage: Stage, policy: Artifact, prompts: Artifact, options: "generate.SamplingOptions"
 ) -> int:
-    """Complete the prompts of the first held-out demonstrations, or pairs; write ``samples.parquet``.
+    """Complete the prompts of the first held-out demonstrations, or pairs.
 
-    Each sample has the demonstration's text, or the chosen one of a pair, as its answer, and no
-    score: the outcome is ``unverifiable``. Returns the number of samples, 0 where the data has
-    neither.
+    ``samples.parquet`` gets the samples. Each has the demonstration's text, or the chosen one of a
+    pair, as its answer, and no score: the outcome is ``unverifiable``.
+
+    Returns:
+        The number of samples, 0 if the data has neither demonstrations nor pairs.
 
     Raises:
         UserError, StaleWeights: as `generate.generate_completions`.
@@ -55,21 +57,31 @@ def sample_demonstrations(
         with generate.open_engine(options) as engine:
             job = generate.Job(rows, groups, 1, options, spares=skipped)
             tokenizer, _, completions = generate.generate_completions(stage, policy, job, engine)
+        # A row whose prompt is too long was removed from `rows`, too.
         for row, group in zip(rows, completions):
-            texts = build_reward_inputs(tokenizer, row, group[0])
-            samples.append({**row, **texts, "score": None, "outcome": "unverifiable"})
+            sample = dict(row)
+            sample |= build_reward_inputs(tokenizer, row, group[0])
+            sample["score"] = None
+            sample["outcome"] = "unverifiable"
+            samples.append(sample)
     pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / "samples.parquet")
     stage.facts["outcomes"] = {"unverifiable": len(samples)}
     return len(samples)
 
 
 def read_demonstrations(prompts: Artifact) -> list[JsonObject]:
-    """Read the first held-out demonstrations, else pairs, as rows that `generate_completions` takes."""
+    """Read the first held-out demonstrations, or else pairs.
+
+    Returns:
+        Rows that `generate_completions` takes.
+    """
     for split, reference in REFERENCES.items():
-        if has_rows(prompts, f"{split}.parquet"):
-            table = pq.ParquetFile(prompts.part(f"{split}.parquet"))
+        file = f"{split}.parquet"
+        if has_rows(prompts, file):
+            table = pq.ParquetFile(prompts.part(file))
             columns = list_columns((*COLUMNS, reference), table.schema_arrow.names)
-            first = next(table.iter_batches(MOST, columns=columns))
+            # Only one batch is read, however many demonstrations there are.
+            first = next(table.iter_batches(SAMPLED, columns=columns))
             return [_split_demonstration(row, row[reference]) for row in first.to_pylist()]
     return []
 
@@ -84,9 +96,10 @@ def _split_demonstration(row: JsonMapping, reference: str | None) -> JsonObject:
     if reference is None:
         messages = json.loads(prompt)
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        reference = messages[last].get("content") or json.dumps(
-            messages[last].get("tool_calls"), ensure_ascii=False
-        )
+        answer = messages[last]
+        # An answer that calls tools may have no text.
+        calls = json.dumps(answer.get("tool_calls"), ensure_ascii=False)
+        reference = answer.get("content") or calls
         prompt = json.dumps(messages[:last], ensure_ascii=False)
     return {
         "id": row["id"],

@@ -1,5 +1,7 @@
-"""Prompts that leave too little room for a completion: others take their place, the same ones at
-every attempt."""
+"""Prompts that leave too little room for a completion.
+
+Others take their place, the same ones at every attempt of a stage.
+"""
 
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass, field
@@ -17,12 +19,13 @@ class Spares:
     """What becomes of prompts that do not fit.
 
     Attributes:
-        rows: rows that take their place, in the order in which they are taken; a function of the
-        seed and the batch.
+        rows: rows that take their place, in the order in which they are taken. They are a function
+            of the seed and the batch.
         rule: what the data says about rows that are too long.
         total: rows that a share of dropped ones is computed of; 0: any number may be replaced, as a
             batch is a sample and `base_model` has checked the whole.
-        required: rows for lack of which the batch cannot be made; else it is smaller."""
+        required: raise an error if the rows run out; otherwise the batch gets smaller.
+    """
 
     rows: Iterator[JsonObject] = field(default_factory=lambda: iter(()))
     rule: LengthPolicy = field(default_factory=lambda: LengthPolicy("refuse"))
@@ -42,24 +45,42 @@ def replace_long_prompts(
     room: int,
     problem: str,
 ) -> None:
-    """Replace, in place, the prompts of more than `room` tokens by spare rows; `encode` encodes row
-    `index` anew.
+    """Replace, in place, the prompts that are too long by spare rows.
 
-    The first `fixed` have begun, and cannot be replaced. The batch keeps its size and order;
-    without spare rows it gets smaller, unless they are required. Counts and the first rows are left
-    in ``facts.too_long``. Raises UserError, with `problem`: too many prompts are too long."""
+    The batch keeps its size and order; without spare rows it gets smaller, unless they are
+    required. Counts and the first rows are left in ``facts.too_long``.
+
+    Args:
+        stage: gets the fact, and a line in its log.
+        rows: of prompts.
+        groups: the name of each row's group.
+        requests: of each row.
+        spares: what takes the place of a row.
+        encode: makes the request of the row at an index anew.
+        fixed: the first rows have begun to be completed, and cannot be replaced.
+        room: maximum tokens of a prompt.
+        problem: of the error.
+
+    Raises:
+        UserError: too many prompts are too long.
+    """
     long: list[str] = []
+    # Backwards, as the deletion of a row moves those behind it.
     for index in reversed(range(len(requests))):
+        # A spare row may be too long, too.
         while len(requests[index].prompt_ids) > room:
             length = len(requests[index].prompt_ids)
-            long.append(f"{name_row(rows[index])} ({length} tokens)")
+            name = name_row(rows[index])
+            long.append(f"{name} ({length} tokens)")
             if index < fixed or spares.rule.action == "refuse":
-                raise UserError(f"prompts row {name_row(rows[index])}", length, problem)
+                raise UserError(f"prompts row {name}", length, problem)
             spare = next(spares.rows, None)
             if spare is None and spares.required:
-                raise UserError(f"prompts row {name_row(rows[index])}", length, problem)
+                raise UserError(f"prompts row {name}", length, problem)
             if spare is None:
-                del rows[index], groups[index], requests[index]
+                del rows[index]
+                del groups[index]
+                del requests[index]
                 break
             rows[index] = spare
             requests[index] = encode(index)
@@ -70,4 +91,5 @@ def replace_long_prompts(
     if not requests:
         raise UserError("prompts", f"{len(long)} rows", problem)
     stage.facts["too_long"] = {"skipped": len(long), "first": long[:SHOWN]}
-    stage.log(f"{len(long)} prompts of more than {room} tokens skipped ({'; '.join(long[:3])})")
+    examples = "; ".join(long[:3])
+    stage.log(f"{len(long)} prompts of more than {room} tokens skipped ({examples})")

@@ -76,7 +76,9 @@ def create_app(mistake: int) -> FastAPI:
 
 
 def _shorten_places(error: RequestValidationError) -> None:
-    """Make the places of its errors, which are pydantic's, those below the body of the request."""
+    """Make the paths of pydantic's errors begin below the body of the request."""
     for problem in error.errors():
-        place = problem["loc"][1:]
-        problem["loc"] = place if place and problem["type"] != "json_invalid" else ("body",)
+        # In text that is not JSON, pydantic's path is the number of a character.
+        is_json = problem["type"] != "json_invalid"
+        path = problem["loc"][1:]
+        problem["loc"] = path if path and is_json else ("body",)

@@ -67,28 +67,31 @@ class Rounds:
             UserError: the engine gave no token to a completion.
         """
         empty = Completion([], [], "length", 0, 0)
-        groups = [
-            list(self.unfinished[request.id].completions)
-            if request.id in self.unfinished
-            else [empty] * len(request.seeds)
-            for request in requests
-        ]
+        groups: list[list[Completion]] = []
+        for request in requests:
+            unfinished = self.unfinished.get(request.id)
+            if unfinished is None:
+                groups.append([empty] * len(request.seeds))
+            else:
+                groups.append(list(unfinished.completions))
         ended = 0
 
         def report_progress(_: int) -> None:
             done(ended)
 
         while True:
-            parts, places = _list_live(requests, groups, sampling.max_tokens, seed)
+            parts, targets = _list_live(requests, groups, sampling.max_tokens, seed)
             limited = replace(sampling, max_tokens=self.size)
             answers = engine.generate(parts, limited, report_progress)
             check(answers)
             additions = itertools.chain.from_iterable(answers)
-            for (group, sample), addition in zip(places, additions, strict=True):
+            for (number, sample), addition in zip(targets, additions, strict=True):
+                # Otherwise the rounds would never end.
                 if not addition.ids:
                     problem = "gave no token to a completion; each takes one at least"
                     raise UserError("engine", engine.name, problem)
-                groups[group][sample] = _join(groups[group][sample], addition, sampling)
+                group = groups[number]
+                group[sample] = _join(group[sample], addition, sampling)
             ended = sum(_is_ended(group, sampling.max_tokens) for group in groups)
             if ended >= self.batch_groups:
                 return groups
@@ -96,10 +99,19 @@ class Rounds:
     def divide_groups(
         self, groups: Sequence[Sequence[Completion]], max_tokens: int
     ) -> tuple[list[int], list[int]]:
-        """Divide groups into the batch, the first that have ended, and the others, by place."""
-        ended = [i for i, group in enumerate(groups) if _is_ended(group, max_tokens)]
-        batch = ended[: self.batch_groups]
-        return batch, sorted({*range(len(groups))} - {*batch})
+        """Divide groups into the batch, which has the first that have ended, and the others.
+
+        Returns:
+            The numbers of the groups in the batch, and of the others.
+        """
+        batch: list[int] = []
+        remainder: list[int] = []
+        for number, group in enumerate(groups):
+            if len(batch) < self.batch_groups and _is_ended(group, max_tokens):
+                batch.append(number)
+            else:
+                remainder.append(number)
+        return batch, remainder
 
 
 def _join(completion: Completion, addition: Completion, sampling: Sampling) -> Completion:
@@ -108,12 +120,12 @@ def _join(completion: Completion, addition: Completion, sampling: Sampling) -> C
     # An engine may say length although the last token is a stop token: nothing follows that.
     is_stopped = addition.ids[-1] in sampling.stop_token_ids
     return Completion(
-        completion.ids + addition.ids,
-        completion.logprobs + addition.logprobs,
-        "stop" if is_stopped else addition.finish_reason,
-        versions[0],
-        versions[-1],
-        versions,
+        ids=completion.ids + addition.ids,
+        logprobs=completion.logprobs + addition.logprobs,
+        finish_reason="stop" if is_stopped else addition.finish_reason,
+        start_version=versions[0],
+        end_version=versions[-1],
+        versions=versions,
     )
 
 
@@ -133,19 +145,24 @@ def _list_live(
 ) -> tuple[list[Request], list[tuple[int, int]]]:
     """List the requests of a round: one for a new group, one for each completion that continues.
 
-    Also list the group and the completion to which each answer belongs.
+    Also list the numbers of the group and of the completion to which each answer belongs.
     """
     parts: list[Request] = []
-    places: list[tuple[int, int]] = []
+    targets: list[tuple[int, int]] = []
     for number, (request, group) in enumerate(zip(requests, groups)):
-        live = [i for i, sample in enumerate(group) if _needs_tokens(sample, max_tokens)]
-        places += [(number, i) for i in live]
+        is_new = not group[0].ids
         # The completions of a new group share its prompt, which the engine computes once.
-        if not group[0].ids:
+        if is_new:
             parts.append(request)
-            continue
-        for i in live:
-            name = request_id(request.id, i)
-            ids = group[i].ids
-            parts.append(Request(name, request.prompt_ids + ids, [seed(name, len(ids))]))
-    return parts, places
+        for sample, completion in enumerate(group):
+            if not _needs_tokens(completion, max_tokens):
+                continue
+            targets.append((number, sample))
+            if is_new:
+                continue
+            ids = completion.ids
+            name = request_id(request.id, sample)
+            # With the first seed the random stream of the earlier tokens would repeat.
+            part = Request(name, request.prompt_ids + ids, [seed(name, len(ids))])
+            parts.append(part)
+    return parts, targets

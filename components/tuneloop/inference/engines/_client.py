@@ -245,8 +245,9 @@ class Client:
                 if seconds > self._choose_patience():
                     self._has_given_up = True
                     raise Lost(f"{still}; it has been away for {seconds:.0f} s") from lost
-        rest = f"; asks it for the {total - finished} requests that are left" if total else ""
-        _print_event(f"{self.endpoint} answers again after {time.monotonic() - start:.1f} s{rest}")
+        seconds = time.monotonic() - start
+        demand = f"; asks it for the {total - finished} requests that are left" if total else ""
+        _print_event(f"{self.endpoint} answers again after {seconds:.1f} s{demand}")
 
     def _choose_patience(self) -> float:
         """Return the seconds that the server may be away."""

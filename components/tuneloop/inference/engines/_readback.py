@@ -1,17 +1,18 @@
-"""Change the weights of a running vLLM engine, and compare the tensors that it holds with the files.
+"""Change the weights of a running vLLM engine, and compare its tensors with the files.
 
-On a CPU vLLM keeps linear layers packed for its kernels and drops the weights. Multiplying such a layer by a unit
-vector gives a column of its weights exactly, except for the sign of a zero. Experts are packed by a function that can
-be called again: the files' tensors are packed by it, too, and compared.
+On a CPU vLLM keeps linear layers packed for its kernels and drops the weights. Multiplying such a
+layer by a unit vector gives a column of its weights exactly, except for the sign of a zero. Experts
+are packed by a function that can be called again: the files' tensors are packed by it, too, and
+compared.
 
-Under tensor parallelism each worker compares its own part of every tensor. The sizes of its layers tell that part; they
-are checked against the files, so that the parts together are the whole.
+Under tensor parallelism each worker compares its own part of every tensor. The sizes of its layers
+tell that part; they are checked against the files, so that the parts together are the whole.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,16 +25,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EXPERT = re.compile(
-    r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<which>gate|up|down)_proj\.weight$"
+    r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight$"
 )
 UNKNOWN_LAYOUT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a layer that lacks what is asked of it may raise."""
 
 
 def reload_weights(engine: Any, model: Path) -> None:
-    """Change a running vLLM engine to the weights below `model`, in place, between two of its steps. Also drop the
-    prefix cache, as vLLM's reload keeps the old weights' keys and values; running requests compute theirs again."""
+    """Change a running vLLM engine to the weights below `model`, in place, between two of its steps.
+
+    Also drop the prefix cache; running requests compute their keys and values again.
+    """
     engine.collective_rpc(_reload, args=(str(model),))
+    # vLLM's reload keeps the keys and values of the old weights.
     reset_prefix_cache(engine)
 
 
@@ -44,9 +48,13 @@ def reset_prefix_cache(engine: Any) -> None:
 
 
 def _reload(worker: Any, model: str) -> None:
-    """Reload in vLLM's worker, and repack the weights that layers multiply by on a CPU, as the reload does not."""
+    """Reload in vLLM's worker, and repack the weights that layers multiply by on a CPU.
+
+    The reload does not repack all of them.
+    """
     for module in worker.get_model().modules():
-        # Where a kernel exists already, the reload leaves experts unpacked, but the kernel wants them packed.
+        # Where a kernel exists already, the reload leaves experts unpacked, but the kernel wants
+        # them packed.
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if hasattr(getattr(kernel, "fused_experts", None), "isa"):
             module.quant_method.moe_kernel = None
@@ -76,8 +84,12 @@ def _abandon_reload(worker: Any) -> None:
 
 
 def _check_experts(worker: Any) -> None:
-    """Refuse a model whose experts vLLM's reload left as they were, as it does where their loader copies into them.
-    Raises UserError: it is one, such as gpt-oss."""
+    """Check that vLLM's reload changed the experts of a model.
+
+    Raises:
+        UserError: it left them as they were, as it does if their loader copies into them, such as
+            that of gpt-oss.
+    """
     for module in worker.get_model().modules():
         method: Any = getattr(module, "quant_method", None)
         if hasattr(method, "moe_kernel") and method.moe_kernel is None:
@@ -87,7 +99,10 @@ def _check_experts(worker: Any) -> None:
 
 
 def _repack_head(worker: Any) -> None:
-    """Renew the packed weights of an output head that is tied to the embedding: vLLM's reload skips them."""
+    """Renew the packed weights of an output head that is tied to the embedding.
+
+    vLLM's reload skips them.
+    """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -97,15 +112,24 @@ def _repack_head(worker: Any) -> None:
 
 
 def read_back(engine: Any, model: Path, every: int = 1) -> Readback:
-    """Compare `engine`'s tensors with those below `model` in its dtype; of packed layers, one column in `every`."""
-    ranks = engine.collective_rpc(compare_tensors, args=(str(model), every))
-    names = sorted(ranks[0])
-    different = [name for name in names if any(rank[name] is False for rank in ranks)]
-    unread = [
-        name
-        for name in names
-        if any(rank[name] is None for rank in ranks) and name not in different
-    ]
+    """Compare the tensors of an engine with the files below `model`, in the engine's dtype.
+
+    Args:
+        engine: vLLM's.
+        model: a model directory.
+        every: of layers that are packed for a CPU, one column in so many is read.
+    """
+    answers = engine.collective_rpc(compare_tensors, args=(str(model), every))
+    names = sorted(answers[0])
+    different: list[str] = []
+    unread: list[str] = []
+    for name in names:
+        verdicts = [answer[name] for answer in answers]
+        # A worker whose part differs decides, even if another worker cannot read its part.
+        if False in verdicts:
+            different.append(name)
+        elif None in verdicts:
+            unread.append(name)
     identical = len(names) - len(different) - len(unread)
     return Readback(len(names), identical, different, unread)
 
@@ -120,22 +144,26 @@ def compare_tensors(worker: Any, model: str, every: int) -> dict[str, bool | Non
     experts: dict[str, _Experts] = {}
     for name, expected in read_tensors(Path(model)):
         match = EXPERT.match(name)
-        layer = _module(module, f"{match['layer']}.routed_experts") if match else None
-        if match and layer is not None:
-            identical[name] = None
-            with suppress(*UNKNOWN_LAYOUT):
-                experts.setdefault(match["layer"], _Experts(layer)).add(name, match, expected)
-        else:
+        layer = _find_module(module, f"{match['layer']}.routed_experts") if match else None
+        if not match or layer is None:
             identical[name] = _compare(module, name, expected, every)
+            continue
+        identical[name] = None
+        with suppress(*UNKNOWN_LAYOUT):
+            layer_experts = experts.setdefault(match["layer"], _Experts(layer))
+            layer_experts.add(name, int(match["expert"]), match["projection"], expected)
     for layer_experts in experts.values():
         with suppress(*UNKNOWN_LAYOUT):
-            identical |= layer_experts.held()
+            identical |= layer_experts.compare()
     return identical
 
 
 def _compare(model: Any, name: str, expected: Tensor, every: int) -> bool | None:
-    """Compare one tensor. A layer of a kind that this module does not know may lack anything that is
-    asked of it: its tensors cannot be read."""
+    """Compare one tensor of the files with the layer that it belongs to.
+
+    Returns None if the layer is of a kind that this module does not know.
+    """
+    # Such a layer may lack anything that is asked of it.
     with suppress(*UNKNOWN_LAYOUT):
         identical = _holds(model, name, expected, every)
         if identical is not None:
@@ -146,118 +174,196 @@ def _compare(model: Any, name: str, expected: Tensor, every: int) -> bool | None
     return None
 
 
-def _module(model: Any, name: str) -> Any:
+def _find_module(model: Any, name: str) -> Any:
     try:
         return model.get_submodule(name)
     except AttributeError:
         return None
 
 
-def _holds(model: Any, name: str, want: Tensor, every: int) -> bool | None:
-    place, leaf = name.rpartition(".")[::2]
-    owner, attribute = place.rpartition(".")[::2]
+def _holds(model: Any, name: str, expected: Tensor, every: int) -> bool | None:
+    """Return whether the layer with this name holds this worker's part of a tensor.
+
+    Returns None if there is no such layer, or its sizes do not determine the part.
+    """
+    path, _, leaf = name.rpartition(".")
+    parent, _, attribute = path.rpartition(".")
     part = 0
     parts = 1
+    # vLLM fuses some layers, such as the projections of queries, keys and values.
     for fused, names in getattr(model, "packed_modules_mapping", {}).items():
         if attribute in names and fused != attribute:
             part = names.index(attribute)
             parts = len(names)
-            place = f"{owner}.{fused}"
-    layer = _module(model, place)
+            path = f"{parent}.{fused}"
+    layer = _find_module(model, path)
     tensor = getattr(layer, leaf, None)
     sizes = getattr(layer, "output_partition_sizes", [None])
     if tensor is None or len(sizes) != parts:
         return None
-    shard = _cut_shard(layer, want, sizes[part])
+    shard = _cut_shard(layer, expected, sizes[part])
     if shard is None:
         return None
-    # The parts of a fused layer stand one above the other.
-    first = sum(sizes[:part]) if part else 0
-    rows = slice(first, first + shard.shape[0]) if shard.ndim else ...
-    answers = list(_views(layer, leaf, tensor, shard, rows, every))
-    return all(answers) if answers else None
+    rows: Any = ...
+    if shard.ndim:
+        # The parts of a fused layer stand one above the other.
+        first = sum(sizes[:part])
+        rows = slice(first, first + shard.shape[0])
+    verdicts = list(_compare_forms(layer, leaf, tensor, shard, rows, every))
+    return all(verdicts) if verdicts else None
 
 
-def _cut_shard(layer: Any, want: Tensor, rows: int | None) -> Tensor | None:
-    """Cut out this worker's part of a tensor; None if the sizes of the layer do not determine it."""
+def _cut_shard(layer: Any, tensor: Tensor, rows: int | None) -> Tensor | None:
+    """Cut this worker's part out of a tensor of the files.
+
+    Args:
+        layer: of vLLM.
+        tensor: the whole one.
+        rows: of the part; None if the layer does not say.
+
+    Returns:
+        A view of the part, or None if the sizes of the layer do not determine it.
+    """
     vocabulary = getattr(layer, "shard_indices", None)
     if vocabulary:
         # The last worker's part of a vocabulary is shorter.
-        return want[vocabulary.org_vocab_start_index : vocabulary.org_vocab_end_index]
-    width = getattr(layer, "input_size_per_partition", None) if want.ndim == 2 else None
-    for dim, size in ((0, rows), (1, width)):
-        if size is not None and want.shape[dim] != size:
-            blocks, rest = divmod(want.shape[dim], size)
-            # The heads of keys and values may be fewer than workers, which then hold copies.
-            copies, odd = divmod(layer.tp_size, max(blocks, 1))
-            if rest or odd or not blocks:
-                return None
-            want = want.narrow(dim, layer.tp_rank // copies * size, size)
-    return want
+        return tensor[vocabulary.org_vocab_start_index : vocabulary.org_vocab_end_index]
+    sizes = [rows]
+    if tensor.ndim == 2:
+        sizes.append(getattr(layer, "input_size_per_partition", None))
+    for dim, size in enumerate(sizes):
+        if size is None or tensor.shape[dim] == size:
+            continue
+        blocks, remainder = divmod(tensor.shape[dim], size)
+        if remainder or not blocks:
+            return None
+        # The heads of keys and values may be fewer than workers, which then hold copies.
+        copies, odd = divmod(layer.tp_size, blocks)
+        if odd:
+            return None
+        tensor = tensor.narrow(dim, layer.tp_rank // copies * size, size)
+    return tensor
 
 
-def _views(
-    layer: Any, leaf: str, tensor: Tensor, want: Tensor, rows: Any, every: int
+def _compare_forms(
+    layer: Any, leaf: str, tensor: Tensor, expected: Tensor, rows: Any, every: int
 ) -> Iterator[bool]:
-    """Yield for each way in which the layer holds the tensor whether it agrees."""
+    """Yield for each form in which the layer holds a tensor whether it agrees.
+
+    Args:
+        layer: of vLLM.
+        leaf: ``weight`` or another name of the layer's tensor.
+        tensor: that the layer holds, empty if it was dropped for a packed form.
+        expected: this worker's part of the files' tensor.
+        rows: where the part stands in the layer.
+        every: one column in so many is read from a packed form.
+    """
     import torch
 
-    want = want.to(tensor.dtype)
+    expected = expected.to(tensor.dtype)
     if tensor.numel():
-        yield is_same(tensor[rows].cpu(), want)
-    if leaf == "weight" and want.ndim == 2 and hasattr(layer, "cpu_linear"):
-        columns = torch.arange(0, want.shape[1], every)
-        units = torch.zeros(len(columns), want.shape[1], dtype=want.dtype)
+        yield is_same(tensor[rows].cpu(), expected)
+    if leaf == "weight" and expected.ndim == 2 and hasattr(layer, "cpu_linear"):
+        width = expected.shape[1]
+        columns = torch.arange(0, width, every)
+        units = torch.zeros(len(columns), width, dtype=expected.dtype)
         units[torch.arange(len(columns)), columns] = 1
-        answer = layer.cpu_linear(units, layer.weight, None)[:, rows]
-        yield torch.equal(answer, want[:, columns].t())
+        products = layer.cpu_linear(units, layer.weight, None)[:, rows]
+        yield torch.equal(products, expected[:, columns].t())
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """This worker's part of one matrix of an expert.
+
+    Attributes:
+        expert: its number in the layer.
+        projection: ``gate``, ``up`` or ``down``.
+        tensor: output × input.
+    """
+
+    expert: int
+    projection: str
+    tensor: Tensor
 
 
 @dataclass
 class _Experts:
-    """A layer's experts, which vLLM keeps in two tensors: gate and up, one above the other, and down."""
+    """A layer's experts, which vLLM keeps in two tensors.
+
+    One has gate and up, one above the other, the other has down.
+
+    Attributes:
+        layer: of vLLM.
+        matrices: name in the files → the matrix.
+    """
 
     layer: Any
-    parts: dict[str, tuple[int, str, Tensor]] = field(default_factory=dict)
+    matrices: dict[str, _Matrix] = field(default_factory=dict)
 
-    def add(self, name: str, place: re.Match[str], want: Tensor) -> None:
+    def add(self, name: str, expert: int, projection: str, tensor: Tensor) -> None:
         """Take this worker's part of one expert's matrix."""
         size = self.layer.intermediate_size_per_partition
-        dim = 1 if place["which"] == "down" else 0
-        if want.shape[dim] == size * self.layer.moe_config.tp_size:
-            own = want.narrow(dim, size * self.layer.moe_config.tp_rank, size).clone()
-            self.parts[name] = int(place["expert"]), place["which"], own
+        # The inner size is the input of down, and the output of gate and up.
+        dim = 1 if projection == "down" else 0
+        config = self.layer.moe_config
+        if tensor.shape[dim] == size * config.tp_size:
+            shard = tensor.narrow(dim, size * config.tp_rank, size)
+            # A copy, as the view would keep the whole tensor in memory until the layer is complete.
+            self.matrices[name] = _Matrix(expert, projection, shard.clone())
 
-    def held(self) -> dict[str, bool | None]:
-        """Return name → whether the layer holds it; all None if experts are distributed, or packed with padding."""
+    def compare(self) -> dict[str, bool | None]:
+        """Return name → whether the layer holds it.
+
+        Names are absent if experts are distributed among the workers, or packed with padding.
+        """
+        layer = self.layer
+        size = layer.intermediate_size_per_partition
+        experts = layer.local_num_experts
         identical: dict[str, bool | None] = {}
-        size = self.layer.intermediate_size_per_partition
-        whole = self.layer.local_num_experts
-        for attribute, rows in (
-            ("w13_weight", {"gate": 0, "up": size}),
-            ("w2_weight", {"down": 0}),
-        ):
-            packed = getattr(self.layer, attribute)
-            mine = {name: part for name, part in self.parts.items() if part[1] in rows}
-            if attribute == "w13_weight":
-                shape = (whole, len(rows) * size, self.layer.hidden_size)
-            else:
-                shape = (whole, self.layer.hidden_size, size)
-            if (
-                packed.shape != shape
-                or len(mine) != whole * len(rows)
-                or self.layer.global_num_experts != whole
-            ):
-                continue
-            want = packed.new_empty(shape)
-            for expert, which, part in mine.values():
-                want[expert, rows[which] : rows[which] + part.shape[0]] = part
-            isa = getattr(self.layer.quant_method.moe_kernel.fused_experts, "isa", None)
-            if isa is not None:
-                # The engine's are packed as the kernel that this layer chose wants them.
-                from vllm._custom_ops import cpu_prepack_moe_weight
-
-                want = cpu_prepack_moe_weight(want, isa)
-            same = [is_same(a.cpu(), b.cpu()) for a, b in zip(packed, want)]
-            identical |= {name: same[expert] for name, (expert, _, _) in mine.items()}
+        identical |= self._compare_stack(
+            layer.w13_weight,
+            (experts, 2 * size, layer.hidden_size),
+            {"gate": 0, "up": size},
+        )
+        identical |= self._compare_stack(
+            layer.w2_weight,
+            (experts, layer.hidden_size, size),
+            {"down": 0},
+        )
         return identical
+
+    def _compare_stack(
+        self, stack: Tensor, shape: tuple[int, int, int], first_rows: Mapping[str, int]
+    ) -> dict[str, bool]:
+        """Compare one of the two tensors.
+
+        Args:
+            stack: that the layer holds.
+            shape: experts × rows × columns, as it is without padding.
+            first_rows: projection → its first row.
+        """
+        experts = shape[0]
+        matrices: dict[str, _Matrix] = {}
+        for name, matrix in self.matrices.items():
+            if matrix.projection in first_rows:
+                matrices[name] = matrix
+        is_complete = len(matrices) == experts * len(first_rows)
+        is_distributed = self.layer.global_num_experts != experts
+        if stack.shape != shape or not is_complete or is_distributed:
+            return {}
+        expected = stack.new_empty(shape)
+        for matrix in matrices.values():
+            first = first_rows[matrix.projection]
+            last = first + matrix.tensor.shape[0]
+            expected[matrix.expert, first:last] = matrix.tensor
+        isa = getattr(self.layer.quant_method.moe_kernel.fused_experts, "isa", None)
+        if isa is not None:
+            # The engine's are packed as the kernel that this layer chose wants them.
+            from vllm._custom_ops import cpu_prepack_moe_weight
+
+            expected = cpu_prepack_moe_weight(expected, isa)
+        verdicts: list[bool] = []
+        for held_by_layer, from_files in zip(stack, expected):
+            verdicts.append(is_same(held_by_layer.cpu(), from_files.cpu()))
+        return {name: verdicts[matrix.expert] for name, matrix in matrices.items()}

@@ -35,12 +35,13 @@ class Replicas:
         self.context = 0
         self.version = -1
         self.digest = ""
-        self.replicas: dict[str, JsonObject] = {c.endpoint: {"requests": 0} for c in clients}
+        self.replicas: dict[str, JsonObject] = {}
         self.pulled: JsonObject = {}
         self.check: Callable[[], None] = lambda: None
         self.prove: Callable[[Engine], None] = lambda _: None
         self._numbers: dict[str, int] = {}
         for client in clients:
+            self.replicas[client.endpoint] = {"requests": 0}
             # The stage sets both hooks after the engine was opened.
             client.check = lambda: self.check()
             client.prove = lambda process: self.prove(process)
@@ -61,8 +62,9 @@ class Replicas:
         # What a lost replica has left is divided among the others.
         while missing:
             self._generate_shares(missing, sampling, results, done)
-            missing = {i: request for i, request in missing.items() if i not in results}
-        return [results[i] for i in range(len(requests))]
+            for index in results:
+                missing.pop(index, None)
+        return [results[index] for index in range(len(requests))]
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """Score as `Engine.score` does, by every replica; the first answer counts."""
@@ -101,31 +103,42 @@ class Replicas:
                 try:
                     future.result()
                 except Retryable as error:
+                    # An interrupt is no loss, and the last replica was waited for already.
                     if isinstance(error, Interrupted) or not client.fail_fast:
                         raise
-                    if len(self.live) > 1:
-                        self.live.remove(client)
-                        self.replicas[client.endpoint]["lost"] = str(error.__cause__ or error)
-                    else:
+                    if len(self.live) == 1:
                         # It was not waited for, as others were live when it was called.
                         pending = [client]
+                        continue
+                    self.live.remove(client)
+                    cause = error.__cause__ or error
+                    self.replicas[client.endpoint]["lost"] = str(cause)
 
     def _generate_shares(
         self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done
     ) -> None:
         """Generate `requests` on the live replicas, and add what they finish to `results`."""
-        shares: dict[Client, dict[int, Request]] = {client: {} for client in self.live}
-        parts: dict[Client, Finished] = {client: {} for client in self.live}
-        for i, request in requests.items():
-            shares[self._find_replica(request)][i] = request
+        shares: dict[Client, dict[int, Request]] = {}
+        parts: dict[Client, Finished] = {}
+        for client in self.live:
+            shares[client] = {}
+            parts[client] = {}
+        for index, request in requests.items():
+            replica = self._find_replica(request)
+            shares[replica][index] = request
 
         def generate_share(client: Client) -> None:
             client.generate_into(shares[client], sampling, parts[client], lambda _: None)
 
-        self.call_each(generate_share, lambda: done(len(results) + sum(map(len, parts.values()))))
-        for client, finished in parts.items():
-            self.replicas[client.endpoint]["requests"] += len(finished)
-            results.update(finished)
+        # Clients run on threads of their own, so the counts are summed up here.
+        def report_progress() -> None:
+            finished = sum(len(part) for part in parts.values())
+            done(len(results) + finished)
+
+        self.call_each(generate_share, report_progress)
+        for client, part in parts.items():
+            self.replicas[client.endpoint]["requests"] += len(part)
+            results.update(part)
 
     def _find_replica(self, request: Request) -> Client:
         """Find the live replica of a request: its own, or the one that stands in for it."""
@@ -135,4 +148,7 @@ class Replicas:
         number = self._numbers.setdefault(name, len(self._numbers))
         cycle, index = divmod(number, len(self.clients))
         replica = self.clients[index]
-        return replica if replica in self.live else self.live[cycle % len(self.live)]
+        if replica in self.live:
+            return replica
+        # The prompts of a lost replica are spread over all others.
+        return self.live[cycle % len(self.live)]

@@ -37,6 +37,13 @@ from tuneloop.inference.fleet import Fleet, open_fleet
 from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
 
 CAPABILITIES = Capabilities(in_process=False, pulls=True)
+POLL_S = 0.2
+"""Seconds between two reports of progress."""
+FIRST_PAUSE_S = 0.02
+"""Seconds before the first retry; they double after each round over all URLs."""
+MAX_DOUBLINGS = 20
+ROUNDING = 1e-3
+"""Log-probabilities may exceed 0 by this much, in nats: half precision does not sum to 1."""
 Result = TypeVar("Result")
 Form = TypeVar("Form")
 
@@ -83,9 +90,11 @@ def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> En
     options = check_engine_args(args)
     fleet = open_fleet(options.fleet) if options.fleet else None
     address = endpoint or (fleet and fleet.endpoint)
-    if not (address or fleet):
+    # Without an address the workers of the fleet are asked directly.
+    urls = check_urls(address) if address else []
+    if not (urls or fleet):
         raise UserError("--endpoint", endpoint, "the engine endpoint needs the URL of one")
-    return Endpoint(check_urls(address) if address else (), options, timeout_s, fleet)
+    return Endpoint(urls, options, timeout_s, fleet)
 
 
 def check_engine_args(args: JsonMapping, prefix: str = "engine_args.") -> Options:
@@ -127,8 +136,8 @@ class Piece(BaseModel, strict=True):
     version: int
 
 
-class Whole(BaseModel, strict=True):
-    """Completions that have ended."""
+class Ended(BaseModel, strict=True):
+    """Completions of one request that have ended."""
 
     index: int = Field(ge=0)
     completions: list[JsonObject] = Field(min_length=1)
@@ -136,7 +145,13 @@ class Whole(BaseModel, strict=True):
 
 @dataclass
 class Partial:
-    """What is known of one completion so far; `versions` has one a token."""
+    """What has arrived of one completion.
+
+    Attributes:
+        seed: of the request.
+        ids, logprobs, versions: one entry for each token.
+        done: the completion, once it has ended.
+    """
 
     seed: int
     ids: list[int] = field(default_factory=list)
@@ -145,6 +160,7 @@ class Partial:
     done: Completion | None = None
 
     def extend(self, piece: Piece) -> None:
+        """Add the tokens of a piece."""
         self.ids += piece.ids
         self.logprobs += piece.logprobs
         self.versions += [piece.version] * len(piece.ids)
@@ -153,14 +169,18 @@ class Partial:
         """Return the finish reason of a completion that needs no further token, else nothing."""
         if self.ids and self.ids[-1] in sampling.stop_token_ids:
             return "stop"
-        return "length" if len(self.ids) >= sampling.max_tokens else ""
+        if len(self.ids) >= sampling.max_tokens:
+            return "length"
+        return ""
 
     def derive_next_seed(self) -> int:
         """Derive the seed of a request that continues from here.
 
         With the first seed its random stream would repeat.
         """
-        return derive_seed(self.seed, "continue", len(self.ids)) if self.ids else self.seed
+        if not self.ids:
+            return self.seed
+        return derive_seed(self.seed, "continue", len(self.ids))
 
 
 class Endpoint:
@@ -197,26 +217,31 @@ class Endpoint:
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         """Demand this version from now on; a fleet that does not pull is brought to it."""
         if self.fleet:
-            self.refitted = refit_fleet(
-                self.fleet, make_target(policy), timeout_s=self.timeout_s, force=force
-            )
+            target = make_target(policy)
+            self.refitted = refit_fleet(self.fleet, target, timeout_s=self.timeout_s, force=force)
+            # Workers may have been replaced under other addresses since the last version.
             self.urls = self._configured_urls or self.refitted.urls
         self.version = VersionFacts.read(policy).version
         self.digest = policy.manifest.digest
-        self.vocab_size = json.loads(policy.part("model/config.json").read_text())["vocab_size"]
+        config = json.loads(policy.part("model/config.json").read_text())
+        self.vocab_size = config["vocab_size"]
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, done: Done
     ) -> list[list[Completion]]:
         self._stopping.clear()
-        pool = ThreadPoolExecutor(min(self.options.concurrency, max(len(requests), 1)))
+        threads = min(self.options.concurrency, max(len(requests), 1))
+        pool = ThreadPoolExecutor(threads)
         futures: list[Future[list[Completion]]] = []
         try:
-            futures = [pool.submit(self._complete, request, sampling) for request in requests]
+            for request in requests:
+                futures.append(pool.submit(self._complete, request, sampling))
             running = set(futures)
             while running:
-                ended, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+                # `done` is also how a stage learns of SIGTERM, so it is called while nothing ends.
+                ended, running = wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED)
                 for future in ended:
+                    # The first error ends the batch.
                     future.result()
                 done(len(futures) - len(running))
             return [future.result() for future in futures]
@@ -240,23 +265,31 @@ class Endpoint:
         }
         (completion,) = self._retry(lambda url: self._complete_at(url, request, body, sampling))
         version = completion.start_version
+        # `_read` accepts a staler version, but the canary's log-probabilities are this one's.
         if version != self.version:
             raise self._blame(f"answers with version {version} where {self.version} was demanded")
-        if completion.prompt_logprobs is None or len(completion.prompt_logprobs) != len(ids) - 1:
+        logprobs = completion.prompt_logprobs
+        if logprobs is None or len(logprobs) != len(ids) - 1:
             raise self._blame("gives no prompt_logprobs, one for each id but the first")
-        return completion.prompt_logprobs
+        return logprobs
 
     def report(self) -> EngineReport:
-        refitted = asdict(self.refitted) if self.refitted else {}
-        return EngineReport(max_staleness=self.max_staleness, refitted=refitted)
+        report = EngineReport(max_staleness=self.max_staleness)
+        if self.refitted is None:
+            return report
+        return replace(report, refitted=asdict(self.refitted))
 
     def close(self) -> None:
         self._stopping.set()
 
     def _complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         """Complete one prompt, over as many attempts as it takes."""
-        demand = "min_version" if self.max_staleness else "version"
-        body: JsonObject = {"sampling": asdict(sampling), demand: self.version - self.max_staleness}
+        body: JsonObject = {"sampling": asdict(sampling)}
+        # Where no staleness is allowed, a replica that is ahead may not answer either.
+        if self.max_staleness:
+            body["min_version"] = self.version - self.max_staleness
+        else:
+            body["version"] = self.version
         if not self.options.partial_rollout:
             return self._retry(lambda url: self._complete_at(url, request, body, sampling))
         parts = [Partial(seed) for seed in request.seeds]
@@ -275,11 +308,14 @@ class Endpoint:
             try:
                 return attempt(url)
             except Lost as lost:
-                sent = lost.sent or self.options.model_dump()
-                if tries >= sent["max_retries"] or self._stopping.is_set():
+                # The user's hook may have changed the limits of this request.
+                limits = lost.sent or self.options.model_dump()
+                if tries >= limits["max_retries"] or self._stopping.is_set():
                     raise Retryable(f"{url}: {lost}, after {tries} retries") from lost
-                rounds = min(tries // len(self.urls), 20)
-                self._stopping.wait(min(sent["retry_sleep"], 0.02 * 2.0**rounds))
+                # More doublings would overflow after many retries.
+                rounds = min(tries // len(self.urls), MAX_DOUBLINGS)
+                pause = FIRST_PAUSE_S * 2.0**rounds
+                self._stopping.wait(min(limits["retry_sleep"], pause))
                 tries += 1
                 self.retries += 1
 
@@ -290,16 +326,21 @@ class Endpoint:
         payload: JsonObject = {"requests": [asdict(request)]}
         with self._send(url, payload | body) as messages:
             for message in messages:
-                if "completions" in message:
-                    fields = self._parse(Whole, message).completions
-                    completions = [self._read(each, sampling.max_tokens) for each in fields]
-                    count = len(completions)
-                    if count != len(request.seeds):
-                        demand = f"where {len(request.seeds)} were asked for"
-                        raise self._blame(f"gives {count} completions {demand}")
-                    if any(c.finish_reason == "abort" for c in completions):
-                        raise Lost("a completion was aborted")
-                    return completions
+                if "completions" not in message:
+                    continue
+                ended = self._parse(Ended, message)
+                completions: list[Completion] = []
+                for fields in ended.completions:
+                    completions.append(self._read(fields, sampling.max_tokens))
+                if len(completions) != len(request.seeds):
+                    raise self._blame(
+                        f"gives {len(completions)} completions "
+                        f"where {len(request.seeds)} were asked for"
+                    )
+                # A replica aborts what it runs as it shuts down.
+                if any(completion.finish_reason == "abort" for completion in completions):
+                    raise Lost("a completion was aborted")
+                return completions
             raise Lost("broke off before the end")
 
     def _stream_at(
@@ -319,30 +360,47 @@ class Endpoint:
             if part.done is None and reason:
                 # Only the message that it ended was lost.
                 part.done = self._finish(part, {"ids": [], "finish_reason": reason}, sampling)
-        # All are 0 at first; after a loss each completion continues at its own length.
+        # All are 0 at first; after a loss each completion continues at its own length. A request
+        # has one limit for all its completions, so each length is a request of its own.
         lengths = {len(part.ids) for part in parts if part.done is None}
         for length in sorted(lengths):
-            some = [part for part in parts if part.done is None and len(part.ids) == length]
-            continued = [
-                Request(request.id, request.prompt_ids + part.ids, [part.derive_next_seed()])
-                for part in some
-            ]
-            payload: JsonObject = {"requests": [asdict(each) for each in continued]}
-            payload |= body
-            payload["sampling"] = asdict(replace(sampling, max_tokens=sampling.max_tokens - length))
-            payload["stream"] = True
-            with self._send(url, payload) as messages:
-                for message in messages:
-                    if "sample" in message:
-                        piece = self._parse(Piece, message)
-                        self._check_version(piece.version)
-                        self._find_part(some, piece.index).extend(piece)
-                    elif "completions" in message:
-                        whole = self._parse(Whole, message)
-                        part = self._find_part(some, whole.index)
-                        part.done = self._finish(part, whole.completions[0], sampling)
-                if any(part.done is None for part in some):
-                    raise Lost("broke off before the end")
+            group: list[Partial] = []
+            for part in parts:
+                if part.done is None and len(part.ids) == length:
+                    group.append(part)
+            self._stream_group(url, request, body, sampling, group)
+
+    def _stream_group(
+        self,
+        url: str,
+        request: Request,
+        body: JsonObject,
+        sampling: Sampling,
+        group: Sequence[Partial],
+    ) -> None:
+        """Stream the rest of completions that have the same number of tokens so far."""
+        requests: list[JsonObject] = []
+        for part in group:
+            prompt_ids = request.prompt_ids + part.ids
+            continued = Request(request.id, prompt_ids, [part.derive_next_seed()])
+            requests.append(asdict(continued))
+        max_tokens = sampling.max_tokens - len(group[0].ids)
+        payload: JsonObject = {"requests": requests}
+        payload |= body
+        payload["sampling"] = asdict(replace(sampling, max_tokens=max_tokens))
+        payload["stream"] = True
+        with self._send(url, payload) as messages:
+            for message in messages:
+                if "sample" in message:
+                    piece = self._parse(Piece, message)
+                    self._check_version(piece.version)
+                    self._find_part(group, piece.index).extend(piece)
+                elif "completions" in message:
+                    ended = self._parse(Ended, message)
+                    part = self._find_part(group, ended.index)
+                    part.done = self._finish(part, ended.completions[0], sampling)
+            if any(part.done is None for part in group):
+                raise Lost("broke off before the end")
 
     def _find_part(self, parts: Sequence[Partial], index: int) -> Partial:
         if index >= len(parts):
@@ -353,18 +411,22 @@ class Endpoint:
         """Make the completion of streamed tokens, and of the `fields` that its end states."""
         if fields.get("finish_reason") == "abort":
             raise Lost("a completion was aborted")
-        # After a loss the end has only the ids since then.
         ids = fields.get("ids")
-        if not (part.ids and isinstance(ids, list) and part.ids[len(part.ids) - len(ids) :] == ids):
+        if not part.ids or not isinstance(ids, list):
             raise self._blame("streams other tokens than the finished completion has")
-        whole = {
+        # After a loss the end has only the ids since then.
+        first = len(part.ids) - len(ids)
+        if part.ids[first:] != ids:
+            raise self._blame("streams other tokens than the finished completion has")
+        is_mixed = len(set(part.versions)) > 1
+        streamed = {
             "ids": part.ids,
             "logprobs": part.logprobs,
-            "versions": part.versions if len(set(part.versions)) > 1 else [],
+            "versions": part.versions if is_mixed else [],
             "start_version": part.versions[0],
             "end_version": part.versions[-1],
         }
-        return self._read(fields | whole, sampling.max_tokens)
+        return self._read(fields | streamed, sampling.max_tokens)
 
     def _read(self, fields: JsonMapping, max_tokens: int) -> Completion:
         """Read a completion, and check that it is a possible one."""
@@ -377,12 +439,14 @@ class Endpoint:
             raise self._blame(
                 f"gives {len(ids)} ids and {len(logprobs)} log-probabilities of {max_tokens}"
             )
+        # The trainer would fail at an id that it has no embedding for.
         highest = max(ids)
         if highest >= self.vocab_size:
             limit = f"the policy's vocabulary of {self.vocab_size}"
             raise self._blame(f"gives the id {highest}, beyond {limit}")
-        if not all(math.isfinite(p) and p <= 1e-3 for p in logprobs):
-            raise self._blame("gives log-probabilities that are above 0 or not finite")
+        for logprob in logprobs:
+            if not math.isfinite(logprob) or logprob > ROUNDING:
+                raise self._blame("gives log-probabilities that are above 0 or not finite")
         if completion.versions and len(completion.versions) != len(ids):
             raise self._blame("gives another number of versions than of ids")
         for version in completion.versions or [completion.start_version]:
@@ -390,6 +454,7 @@ class Endpoint:
         return completion
 
     def _parse(self, form: type[Form], fields: JsonMapping) -> Form:
+        """Read a part of an answer. Raises UserError if it has another form."""
         try:
             return form(**fields)
         except ValidationError as error:
@@ -401,10 +466,14 @@ class Endpoint:
             raise self._blame(f"answers in another form ({error})") from error
 
     def _check_version(self, version: int) -> None:
+        """Raise UserError unless tokens may be of this version."""
         oldest = self.version - self.max_staleness
-        if not oldest <= version <= self.version:
-            bound = f"{oldest} to {self.version}" if self.max_staleness else self.version
-            raise self._blame(f"answers with version {version} where {bound} was demanded")
+        if oldest <= version <= self.version:
+            return
+        demand = str(self.version)
+        if self.max_staleness:
+            demand = f"{oldest} to {self.version}"
+        raise self._blame(f"answers with version {version} where {demand} was demanded")
 
     def _blame(self, problem: str) -> UserError:
         """Return the error of an endpoint that does not keep to the protocol."""
@@ -414,30 +483,32 @@ class Endpoint:
     @contextmanager
     def _send(self, url: str, payload: JsonObject) -> Iterator[Iterator[JsonObject]]:
         """Yield the messages of one answer."""
-        sent = self._prepare(url, payload)
+        request = self._prepare(url, payload)
         try:
             self._check_stop()
             self.requests += 1
             with open_answer(
                 "POST",
-                sent["url"],
+                request["url"],
                 server=", ".join(self.urls),
                 timeout_s=self.timeout_s,
-                body=sent["payload"],
-                headers=sent["headers"],
+                body=request["payload"],
+                headers=request["headers"],
                 check=self._check_stop,
             ) as response:
                 yield read_messages(response)
         except Lost as lost:
-            lost.sent = sent
+            lost.sent = request
             raise
 
     def _prepare(self, url: str, payload: JsonObject) -> JsonObject:
         """Return the request, as the user's hook has changed it, and the limits of its retries."""
+        headers = {"Content-Type": "application/json"}
+        headers |= build_token_headers()
         fields: JsonObject = {
             "url": f"{url}/generate",
             "payload": payload,
-            "headers": {"Content-Type": "application/json"} | build_token_headers(),
+            "headers": headers,
             "max_retries": self.options.max_retries,
             "retry_sleep": self.options.retry_sleep,
         }
@@ -450,5 +521,6 @@ class Endpoint:
         return fields | changed
 
     def _check_stop(self) -> None:
+        """Raise Lost once the batch has ended or the engine is closed, so that threads end."""
         if self._stopping.is_set():
             raise Lost("stopped")

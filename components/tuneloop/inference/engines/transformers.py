@@ -133,12 +133,13 @@ class Transformers:
         results: dict[int, list[Completion]] = {}
         for batch in self._divide(requests):
             report_progress = functools.partial(done, len(results))
-            prompts = [requests[i] for i in batch]
+            prompts = [requests[index] for index in batch]
             with torch.inference_mode():
                 completions = iter(self._generate_batch(prompts, sampling, report_progress))
-            results |= {i: [next(completions) for _ in requests[i].seeds] for i in batch}
+            for index in batch:
+                results[index] = [next(completions) for _ in requests[index].seeds]
             done(len(results))
-        return [results[i] for i in range(len(requests))]
+        return [results[index] for index in range(len(requests))]
 
     def score(self, ids: Sequence[int]) -> list[float]:
         import torch
@@ -157,13 +158,13 @@ class Transformers:
         """Compare the tensors of the model with those of a checkpoint."""
         model = policy.part("model")
         comparison = compare_state(self.model.state_dict(), model)
-        return comparison.summarize(
-            digest_model(model), str(self.model.dtype).removeprefix("torch.")
-        )
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return comparison.summarize(digest_model(model), dtype)
 
     def close(self) -> None:
         self.version = -1
         self.digest = ""
+        # Nothing else refers to the model, so that its memory is free at once.
         self.__dict__.pop("model", None)
 
     def _divide(self, requests: Sequence[Request]) -> Iterator[list[int]]:
@@ -174,13 +175,15 @@ class Transformers:
         """
         batch: list[int] = []
         rows = 0
-        for i in sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids)):
-            if batch and rows + len(requests[i].seeds) > self.max_num_seqs:
+        lengths = [len(request.prompt_ids) for request in requests]
+        for index in sorted(range(len(requests)), key=lengths.__getitem__):
+            completions = len(requests[index].seeds)
+            if batch and rows + completions > self.max_num_seqs:
                 yield batch
                 batch = []
                 rows = 0
-            batch.append(i)
-            rows += len(requests[i].seeds)
+            batch.append(index)
+            rows += completions
         if batch:
             yield batch
 
@@ -204,12 +207,14 @@ class Transformers:
         logits, mask = self._prefill(requests, cache)
         for step in range(sampling.max_tokens):
             report_progress()
-            chosen, logprobs[live, step] = _choose(logits, sampling.temperature, noise[live, step])
+            chosen, chosen_logprobs = _choose(logits, sampling.temperature, noise[live, step])
             tokens[live, step] = chosen
+            logprobs[live, step] = chosen_logprobs
             is_stop = torch.isin(chosen, stop_ids)
             if is_stop.any():
-                lengths[live[is_stop]] = step + 1
-                is_stopped[live[is_stop]] = True
+                ended = live[is_stop]
+                lengths[ended] = step + 1
+                is_stopped[ended] = True
                 going_on = (~is_stop).nonzero().squeeze(-1)
                 live = live[going_on]
                 chosen = chosen[going_on]
@@ -219,12 +224,19 @@ class Transformers:
                 break
             mask = torch.cat([mask, mask.new_ones(len(live), 1)], dim=1)
             logits = self._forward(chosen[:, None], mask, cache)
-        version = self.version
-        columns = (tokens.tolist(), logprobs.tolist(), lengths.tolist(), is_stopped.tolist())
-        return [
-            Completion(ids[:end], values[:end], "stop" if stop else "length", version, version)
-            for ids, values, end, stop in zip(*columns)
-        ]
+        completions: list[Completion] = []
+        # Copied to the host at once, as each copy waits for the device.
+        columns = zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), is_stopped.tolist())
+        for ids, values, length, has_stop in columns:
+            completion = Completion(
+                ids=ids[:length],
+                logprobs=values[:length],
+                finish_reason="stop" if has_stop else "length",
+                start_version=self.version,
+                end_version=self.version,
+            )
+            completions.append(completion)
+        return completions
 
     def _prefill(self, requests: Sequence[Request], cache: DynamicCache) -> tuple[Tensor, Tensor]:
         """Prefill each prompt once; then repeat its cache for each of its completions.
@@ -235,12 +247,19 @@ class Transformers:
         """
         import torch
 
-        width = max(len(r.prompt_ids) for r in requests)
-        padded = [[0] * (width - len(r.prompt_ids)) + r.prompt_ids for r in requests]
-        is_token = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in requests]
-        mask = torch.tensor(is_token, device=self.device)
-        logits = self._forward(torch.tensor(padded, device=self.device), mask, cache)
-        owners = [i for i, request in enumerate(requests) for _ in request.seeds]
+        width = max(len(request.prompt_ids) for request in requests)
+        padded_ids: list[list[int]] = []
+        masks: list[list[int]] = []
+        # The number of the prompt of each completion.
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            ids = request.prompt_ids
+            padding = [0] * (width - len(ids))
+            padded_ids.append(padding + ids)
+            masks.append(padding + [1] * len(ids))
+            owners += [number] * len(request.seeds)
+        mask = torch.tensor(masks, device=self.device)
+        logits = self._forward(torch.tensor(padded_ids, device=self.device), mask, cache)
         owner = torch.tensor(owners, device=self.device)
         cache.reorder_cache(owner)
         return logits[owner], mask[owner]
@@ -250,28 +269,33 @@ class Transformers:
 
         `mask` covers the cached tokens too.
         """
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        arguments: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
         # A model with ALiBi takes no positions.
-        optional = {"position_ids": positions, "logits_to_keep": 1}
-        out = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            **{name: value for name, value in optional.items() if name in self.accepts},
-        )
-        return out.logits[:, -1].float()
+        if "position_ids" in self.accepts:
+            # Padding is on the left, and the first token of a prompt has the position 0.
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            arguments["position_ids"] = positions[:, -ids.shape[1] :]
+        # The logits of all positions of a batch of long prompts would take gigabytes.
+        if "logits_to_keep" in self.accepts:
+            arguments["logits_to_keep"] = 1
+        return self.model(**arguments).logits[:, -1].float()
 
 
 def _draw_noise(requests: Sequence[Request], max_tokens: int) -> Tensor:
     """Draw uniform numbers in [0, 1), float64, a row for each seed and a column for each token."""
     import torch
 
-    rows = []
-    for seed in (seed for request in requests for seed in request.seeds):
-        # A generator of its own: a row does not depend on which other seeds there are.
-        generator = torch.Generator().manual_seed(seed)
-        rows.append(torch.rand(max_tokens, generator=generator, dtype=torch.float64))
+    rows: list[Tensor] = []
+    for request in requests:
+        for seed in request.seeds:
+            # A generator of its own: a row does not depend on which other seeds there are.
+            generator = torch.Generator().manual_seed(seed)
+            rows.append(torch.rand(max_tokens, generator=generator, dtype=torch.float64))
     return torch.stack(rows)
 
 

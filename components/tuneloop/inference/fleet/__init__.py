@@ -20,7 +20,7 @@ from tuneloop.core.json_types import JsonObject
 from tuneloop.core.server_token import build_token_headers
 
 NOT_VARIANTS = ("graph", "refit")
-
+"""Modules of this package that are no backends."""
 ROUTES = (
     "get_weight_version",
     "pause_generation",
@@ -106,9 +106,10 @@ def open_fleet(url: str) -> Fleet:
     """
     scheme, address, _ = url.partition("://")
     name = URLS.get(scheme, scheme)
-    known = plugins.list_variants("fleet")
-    if not address or name not in known:
-        schemes = (set(URLS) | set(known)) - set(URLS.values())
+    backends = plugins.list_variants("fleet")
+    if not address or name not in backends:
+        # People write the schemes of `URLS`, not the backend's name.
+        schemes = (set(URLS) | set(backends)) - set(URLS.values())
         remedy = (
             "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, "
             f"dynamo://name.namespace; schemes: {', '.join(sorted(schemes))}"
@@ -119,6 +120,7 @@ def open_fleet(url: str) -> Fleet:
 
 def port_of(url: str) -> int | None:
     """Return the port in `url`: None where there is none, 0 where it cannot be one."""
+    # urlsplit reads the port only when it is asked for, and raises ValueError then.
     try:
         return urlsplit(url).port
     except ValueError:

@@ -38,24 +38,32 @@ class Service:
             namespace = f"namespace {self.namespace} of {cluster.context}"
             remedy = f"{namespace} has no such Service with a selector"
             raise UserError("fleet", f"service://{self.name}.{self.namespace}", remedy)
-        workers = [worker for part in slices for worker in self._list_workers(part)]
-        # A pod may stand in two slices while Kubernetes moves it from one to the other.
-        return list({worker.id: worker for worker in workers}.values())
+        workers: dict[str, Worker] = {}
+        for endpoint_slice in slices:
+            # A pod may stand in two slices while Kubernetes moves it from one to the other.
+            for worker in self._list_workers(endpoint_slice):
+                workers[worker.id] = worker
+        return list(workers.values())
 
-    def _list_workers(self, part: JsonMapping) -> Iterator[Worker]:
+    def _list_workers(self, endpoint_slice: JsonMapping) -> Iterator[Worker]:
         """Yield the workers of one EndpointSlice that are ready."""
-        ports = sorted({port["port"] for port in part.get("ports") or ()})
+        # Kubernetes writes null for an empty list.
+        ports = sorted({port["port"] for port in endpoint_slice.get("ports") or ()})
         if self.port is None and len(ports) > 1:
             url = f"service://{self.name}.{self.namespace}"
             remedy = f"has the ports {ports}; add the one of the workers' administration"
             raise UserError("fleet", url, remedy)
-        for endpoint in part.get("endpoints") or ():
+        is_ipv6 = endpoint_slice["addressType"] == "IPv6"
+        for endpoint in endpoint_slice.get("endpoints") or ():
             # An absent condition means ready.
-            if endpoint.get("conditions", {}).get("ready") is not False:
-                address = endpoint["addresses"][0]
-                host = f"[{address}]" if part["addressType"] == "IPv6" else address
-                uid = endpoint.get("targetRef", {}).get("uid", address)
-                yield Worker(uid, f"http://{host}:{self.port or ports[0]}")
+            if endpoint.get("conditions", {}).get("ready") is False:
+                continue
+            # The addresses of one endpoint are interchangeable.
+            address = endpoint["addresses"][0]
+            host = f"[{address}]" if is_ipv6 else address
+            uid = endpoint.get("targetRef", {}).get("uid", address)
+            port = self.port or ports[0]
+            yield Worker(uid, f"http://{host}:{port}")
 
 
 def open_fleet(url: str) -> Fleet:
