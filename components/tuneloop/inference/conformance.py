@@ -95,7 +95,10 @@ class Probe:
             return response.status
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] = (0,), **body: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int] = (0,),
+        **body: Any,
     ) -> list[list[Any]]:
         """Generate completions of each prompt, for each seed.
 
@@ -180,9 +183,9 @@ def make_request(prompts: Sequence[Sequence[int]], seeds: Sequence[int], **body:
     return {"requests": requests, "sampling": sampling} | body
 
 
-def _average_distance(logprobs: Sequence[float], others: Sequence[float]) -> float:
+def _average_distance(logprobs: Sequence[float], expected: Sequence[float]) -> float:
     """Return the mean absolute difference of two sequences of one length, in nats."""
-    distances = [abs(a - b) for a, b in zip(logprobs, others)]
+    distances = [abs(a - b) for a, b in zip(logprobs, expected)]
     return sum(distances) / len(distances)
 
 
@@ -304,7 +307,10 @@ def check_temperature(probe: Probe) -> None:
     def sample(temperature: float) -> dict[int, float]:
         """Return token → its log-probability, of first tokens that are sampled."""
         (completions,) = probe.generate(
-            [probe.prompt(5)], range(192), max_tokens=1, temperature=temperature
+            [probe.prompt(5)],
+            range(192),
+            max_tokens=1,
+            temperature=temperature,
         )
         return {item["ids"][0]: item["logprobs"][0] for item in completions}
 

@@ -50,9 +50,12 @@ class Ticket:
 
     @property
     def keys(self) -> list[str]:
-        return [
-            f"{self.number}-{i}-{j}" for i, group in self.waiting.items() for j in range(len(group))
-        ]
+        """The engine's names of its completions that are not emitted yet."""
+        keys: list[str] = []
+        for index, group in self.waiting.items():
+            for sample in range(len(group)):
+                keys.append(f"{self.number}-{index}-{sample}")
+        return keys
 
 
 class EngineLoop(threading.Thread):
@@ -274,8 +277,10 @@ class EngineLoop(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping:
+            # With nothing to step it sleeps until a command comes.
             if self.paused or not self._tickets:
                 self._inbox.get()()
+            # All waiting requests join the next step, so that they share its batch.
             while not self._inbox.empty():
                 self._inbox.get()()
             if not self.paused:
@@ -289,6 +294,7 @@ class EngineLoop(threading.Thread):
             execute()
 
     def _drain(self) -> None:
+        """Finish all admitted requests."""
         while self._tickets:
             self._step()
 
@@ -328,14 +334,16 @@ class EngineLoop(threading.Thread):
             self.failed()
 
     def _finish(self, key: str, answer: Answer) -> None:
-        number, i, j = map(int, key.split("-"))
+        """Emit new tokens at once, and completions when all of their request have ended."""
+        # As `Ticket.keys` writes them.
+        number, index, sample = map(int, key.split("-"))
         ticket = self._tickets[number]
         if isinstance(answer, Tokens):
-            ticket.emit(i, (j, answer))
+            ticket.emit(index, (sample, answer))
             return
-        group = ticket.waiting[i]
-        group[j] = answer
+        group = ticket.waiting[index]
+        group[sample] = answer
         if all(group):
-            ticket.emit(i, ticket.waiting.pop(i))
+            ticket.emit(index, ticket.waiting.pop(index))
         if not ticket.waiting:
             del self._tickets[number]

@@ -165,7 +165,11 @@ class Follower(threading.Thread):
             if force:
                 (self.directory / MARKER).unlink(missing_ok=True)
             fetched = materialize_version(
-                self.store, version, self.directory, base=self.base, shared=True
+                self.store,
+                version,
+                self.directory,
+                base=self.base,
+                shared=True,
             )
             digest = fetched.source or fetched.ref
             # A step that changed nothing gives another version the same digest.
@@ -183,7 +187,12 @@ class Follower(threading.Thread):
 
             try:
                 timings = self.loop.call(
-                    self.loop.change, self.directory, version, digest, self.mode, prove
+                    self.loop.change,
+                    self.directory,
+                    version,
+                    digest,
+                    self.mode,
+                    prove,
                 ).result()
                 self.trouble = ""
                 self.pulled = _describe_pull(fetched, timings, comparisons[0])
@@ -228,7 +237,9 @@ def _print_event(line: str) -> None:
 
 
 def _describe_pull(
-    fetched: Materialized, timings: dict[str, float], comparison: Readback
+    fetched: Materialized,
+    timings: dict[str, float],
+    comparison: Readback,
 ) -> JsonObject:
     pull: JsonObject = {
         "version": fetched.version,

@@ -86,7 +86,8 @@ def input_identity(params: Any) -> JsonObject:
 
     The fleet's URL does not: it is an address, as `endpoint` is.
     """
-    args = {name: value for name, value in params.engine_args.items() if name != "fleet"}
+    args = dict(params.engine_args)
+    args.pop("fleet", None)
     return {"engine_args": args}
 
 
@@ -101,7 +102,12 @@ def sampling_stage(
         results: names of the stage's results, and their types.
     """
     return component(
-        kind, image="rollout", accelerator=True, role=role, results=results, identity=input_identity
+        kind,
+        image="rollout",
+        accelerator=True,
+        role=role,
+        results=results,
+        identity=input_identity,
     )
 
 
@@ -127,7 +133,10 @@ class Job:
 
 
 def generate_completions(
-    stage: Stage, policy: Artifact, job: Job, engine: Engine
+    stage: Stage,
+    policy: Artifact,
+    job: Job,
+    engine: Engine,
 ) -> tuple[Any, list[Request], Sequence[Sequence[Completion]]]:
     """Run `job` on `engine` once it is proved to serve `policy`.
 
@@ -145,6 +154,7 @@ def generate_completions(
     tokenizer = load_tokenizer(model)
     encode = functools.partial(_make_request, stage, tokenizer, job, read_vocabulary_size(model))
     requests = [encode(index) for index in range(len(job.rows))]
+    # A wait for a server that was lost takes up to half an hour: SIGTERM has to end it.
     if isinstance(engine, Remote):
         engine.check = stage.check_stop
     with stage.timed("load"):
@@ -167,12 +177,15 @@ def generate_completions(
     sampling = Sampling(options.temperature, options.max_tokens, stop_ids(tokenizer, model))
     bound = engine.report().max_staleness
     completions = _sample(stage, policy, job, engine, requests, sampling, tokenizer, bound)
+    # Groups that earlier iterations began have tokens of earlier policies.
     bound += job.rounds.oldest if job.rounds else 0
     stage.facts["staleness"] = measure_staleness(policy, completions, bound)
     stage.notes.update(engine.report().list_notes())
+    # Replies of an environment were not sampled, and earlier iterations counted their own tokens.
     tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)
     tokens -= job.rounds.unfinished_tokens if job.rounds else 0
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
+    # Of several replicas and restarts, the batch is proved as well as by the worst.
     weakest = min(proofs, key=lambda proof: (proof.is_by_tensors, -proof.mean))
     stage.facts.update(
         version=VersionFacts.read(policy).version,
@@ -192,7 +205,10 @@ def generate_completions(
 
 
 def _prove_engine(
-    stage: Stage, engine: Engine, policy: Artifact, tolerance: float | None
+    stage: Stage,
+    engine: Engine,
+    policy: Artifact,
+    tolerance: float | None,
 ) -> list[Proof]:
     """Prove that `engine` serves `policy`, each of its replicas.
 
@@ -244,7 +260,14 @@ def _sample(
         if job.options.environment is None:
             return engine.generate(requests, sampling, done)
         return play_episodes(
-            job.options, engine, job.rows, requests, sampling, tokenizer, seed, done
+            job.options,
+            engine,
+            job.rows,
+            requests,
+            sampling,
+            tokenizer,
+            seed,
+            done,
         )
 
 
@@ -259,7 +282,11 @@ def open_engine(options: SamplingOptions) -> contextlib.closing[Engine]:
 
 
 def _make_request(
-    stage: Stage, tokenizer: Any, job: Job, vocabulary_size: int, index: int
+    stage: Stage,
+    tokenizer: Any,
+    job: Job,
+    vocabulary_size: int,
+    index: int,
 ) -> Request:
     """Make the request of the row at `index`.
 
@@ -270,6 +297,7 @@ def _make_request(
     group = job.groups[index]
     unfinished = job.rounds.unfinished.get(group) if job.rounds else None
     ids = unfinished.prompt_ids if unfinished else encode_prompt_row(tokenizer, row)
+    # An engine on a GPU would read past the embedding's end.
     highest = max(ids)
     if highest >= vocabulary_size:
         token = tokenizer.convert_ids_to_tokens(highest)
@@ -283,7 +311,9 @@ def _make_request(
 
 
 def measure_staleness(
-    policy: Artifact, completions: Sequence[Sequence[Completion]], bound: int
+    policy: Artifact,
+    completions: Sequence[Sequence[Completion]],
+    bound: int,
 ) -> dict[str, float]:
     """Measure how many versions the tokens are older than the policy.
 
@@ -294,14 +324,19 @@ def measure_staleness(
         StaleWeights: some are older than the bound, or newer than the policy.
     """
     current = VersionFacts.read(policy).version
-    versions = [v for group in completions for c in group for v in get_versions(c)]
-    if not versions or not current - bound <= min(versions) <= max(versions) <= current:
+    versions: list[int] = []
+    for group in completions:
+        for completion in group:
+            versions += get_versions(completion)
+    oldest = min(versions, default=-1)
+    newest = max(versions, default=-1)
+    if not versions or not current - bound <= oldest <= newest <= current:
         raise StaleWeights(
             f"completions were made by versions {sorted(set(versions))} instead of {current}: the "
             "weights changed during the batch; let one loop at a time use the server"
         )
     return {
-        "max": current - min(versions),
+        "max": current - oldest,
         "mean": current - sum(versions) / len(versions),
         "bound": bound,
     }

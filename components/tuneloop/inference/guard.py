@@ -38,7 +38,10 @@ class TokenGuard:
     """
 
     def __init__(
-        self, app: Any, open_paths: Sequence[str], max_bytes: Callable[[str], int]
+        self,
+        app: Any,
+        open_paths: Sequence[str],
+        max_bytes: Callable[[str], int],
     ) -> None:
         self.app = app
         self.open_paths = open_paths

@@ -35,7 +35,10 @@ def has_rows(prompts: Artifact, file: str) -> bool:
 
 
 def sample_demonstrations(
-    stage: Stage, policy: Artifact, prompts: Artifact, options: "generate.SamplingOptions"
+    stage: Stage,
+    policy: Artifact,
+    prompts: Artifact,
+    options: "generate.SamplingOptions",
 ) -> int:
     """Complete the prompts of the first held-out demonstrations, or pairs.
 

@@ -76,7 +76,10 @@ class HttpApi:
     """
 
     def __init__(
-        self, loop: EngineLoop, follower: Follower | None = None, attempts: Store | None = None
+        self,
+        loop: EngineLoop,
+        follower: Follower | None = None,
+        attempts: Store | None = None,
     ) -> None:
         self.loop = loop
         self.follower = follower
@@ -324,7 +327,10 @@ class HttpApi:
             self.loop.cancel(admitted.result())
 
     async def _stream(
-        self, ticket: Ticket, events: asyncio.Queue[tuple[int, Any]], body: GenerateBody
+        self,
+        ticket: Ticket,
+        events: asyncio.Queue[tuple[int, Any]],
+        body: GenerateBody,
     ) -> AsyncIterator[bytes]:
         """Yield the lines of an answer. If the client hangs up, the rest is cancelled."""
         remaining = len(body.requests)

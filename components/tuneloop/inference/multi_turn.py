@@ -81,8 +81,17 @@ class EpisodeOptions(Options):
 class _LiveEpisode:
     """An episode that has not ended.
 
-    `ids`, `logprobs`, `versions` and `mask` have one entry for each token after the prompt; `turn`
-    has the ids that the policy sampled last.
+    Attributes:
+        id: the name of its group and the number of its sample.
+        prompt: ids of the first prompt.
+        environment: of this episode alone.
+        is_chat: whether replies are messages of a chat.
+        ids, logprobs, versions, mask: one entry for each token after the prompt.
+        turn: the ids that the policy sampled last.
+        turns: of the policy so far.
+        finish_reason: of the last turn.
+        reward: the environment's, None if it gives none.
+        escape: how the policy tried to get out of the sandbox, or empty.
     """
 
     id: str
@@ -109,6 +118,7 @@ class _LiveEpisode:
 
     def add_reply(self, ids: Sequence[int]) -> None:
         """Append what the environment said; its ids have the version of the turn before."""
+        # They are not trained on, but each token has a version, so that lists stay aligned.
         self.versions += self.versions[-1:] * len(ids)
         self._extend(ids, [0.0] * len(ids), is_sampled=False)
 
@@ -118,20 +128,20 @@ class _LiveEpisode:
         self.mask += [is_sampled] * len(ids)
 
     def finish(self) -> Episode:
+        """Return the episode as an engine's completion."""
         facts: JsonObject = {"turns": self.turns, "reward": self.reward}
         if self.escape:
             facts["escape"] = self.escape
         return Episode(
-            self.ids,
-            self.logprobs,
-            self.finish_reason,
-            self.versions[0],
-            self.versions[-1],
-            self.versions,
-            None,
-            self.mask,
-            self.turn,
-            facts,
+            ids=self.ids,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            start_version=self.versions[0],
+            end_version=self.versions[-1],
+            versions=self.versions,
+            mask=self.mask,
+            last=self.turn,
+            facts=facts,
         )
 
 
@@ -162,18 +172,19 @@ def play_episodes(
         seed: called with an episode's name and the number of a later turn.
         done: called with the number of requests whose episodes have ended.
     """
-    groups = [
-        [
-            _LiveEpisode(
-                f"{request.id}-s{sample:02d}",
-                request.prompt_ids,
-                options.open_environment(row),
-                row["chat"],
+    groups: list[list[_LiveEpisode]] = []
+    for row, request in zip(rows, requests):
+        group: list[_LiveEpisode] = []
+        for sample in range(len(request.seeds)):
+            # An environment has state, so each episode has its own.
+            episode = _LiveEpisode(
+                id=f"{request.id}-s{sample:02d}",
+                prompt=request.prompt_ids,
+                environment=options.open_environment(row),
+                is_chat=row["chat"],
             )
-            for sample in range(len(request.seeds))
-        ]
-        for row, request in zip(rows, requests)
-    ]
+            group.append(episode)
+        groups.append(group)
     ended = 0
 
     def report_progress(_: int) -> None:
@@ -187,11 +198,13 @@ def play_episodes(
     while live := list(_step_environments(live, options, engine, sampling, tokenizer)):
         names = {episode.id for episode in live}
         ended = sum(all(episode.id not in names for episode in group) for group in groups)
-        turns = [
-            Request(episode.id, episode.prompt + episode.ids, [seed(episode.id, episode.turns)])
-            for episode in live
-        ]
-        for episode, (completion,) in zip(live, engine.generate(turns, sampling, report_progress)):
+        turns: list[Request] = []
+        for episode in live:
+            # With the seed of the turn before, the random stream would repeat.
+            turn_seed = seed(episode.id, episode.turns)
+            turns.append(Request(episode.id, episode.prompt + episode.ids, [turn_seed]))
+        answers = engine.generate(turns, sampling, report_progress)
+        for episode, (completion,) in zip(live, answers):
             episode.add_turn(completion)
     done(len(requests))
     return [[episode.finish() for episode in group] for group in groups]

@@ -65,8 +65,10 @@ class Proof:
 
     @property
     def tells_versions_apart(self) -> bool:
-        """Whether it is shown that the engine does not serve the version before; True if there is
-        none, or if both have the same weights."""
+        """Whether it is shown that the engine does not serve the version before.
+
+        True if there is none, or if both have the same weights.
+        """
         separation = self.distances.get("separation", 0.0)
         return self.is_by_tensors or separation == 0 or separation >= SEPARATED
 
@@ -103,6 +105,7 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float | None = No
     try:
         return compare_weights(engine, policy, tolerance)
     except WrongWeights:
+        # Another client of the server may have changed its weights since they were loaded.
         engine.load(policy, force=True)
     try:
         return compare_weights(engine, policy, tolerance)
@@ -124,6 +127,7 @@ def compare_weights(engine: Engine, policy: Artifact, tolerance: float | None = 
             f"instead of {version} ({digest})"
         )
     tensors = compare_tensors(engine, policy)
+    # Right tensors are not enough: an engine may tokenize, mask or quantize in another way.
     canary = read_canary(policy)
     # An engine with a short context scores the beginning: later tokens do not change it.
     room = engine.context - 1 if engine.context > 0 else LENGTH
@@ -137,12 +141,18 @@ def compare_weights(engine: Engine, policy: Artifact, tolerance: float | None = 
 
 
 def choose_tolerance(canary: Canary, tensors: TensorProof | None) -> float:
-    """Return the tolerance that follows from the noise. The checkpoint states no noise of an engine
-    that was told to serve a float16 model in bfloat16: if its tensors are right, `WIDE` is enough."""
-    is_coarser = tensors is not None and tensors.dtype == "bfloat16" != canary.noise.dtype
-    if is_coarser and tensors is not None and tensors.is_whole:
-        return max(WIDE, canary.tolerance)
-    return canary.tolerance
+    """Return the tolerance that follows from the noise, in nats.
+
+    Args:
+        canary: of the checkpoint.
+        tensors: what reading back said, None of an engine that cannot do it.
+    """
+    if tensors is None or not tensors.is_whole:
+        return canary.tolerance
+    # The checkpoint states no noise of an engine that was told to serve a float16 model in
+    # bfloat16. As its tensors are right, a wide tolerance is enough.
+    is_coarser = tensors.dtype == "bfloat16" != canary.noise.dtype
+    return max(WIDE, canary.tolerance) if is_coarser else canary.tolerance
 
 
 def compare_tensors(engine: Engine, policy: Artifact) -> TensorProof | None:
@@ -168,6 +178,7 @@ def compare_tensors(engine: Engine, policy: Artifact) -> TensorProof | None:
 
 def digest_policy(policy: Artifact) -> str:
     """Return the digest of a checkpoint's tensors; it is computed once in a process."""
+    # All replicas are compared with it, and it reads the whole model.
     return _digest_once(policy.manifest.digest, policy.part("model"))
 
 
@@ -221,11 +232,14 @@ def compare_with_canary(
 
 
 def check_nearest_version(name: str, version: int, proof: Proof) -> None:
-    """Check that the log-probabilities are nearer to this version's than to those of the version
-    before, if the noise lets them tell. Raises WrongWeights where they are not.
+    """Check that the log-probabilities are nearer to this version's than to the last version's.
 
     It decides nothing where tensors were compared: rounding is not the Gaussian noise that the
-    ratio assumes, and could accuse right weights.
+    ratio assumes, and could accuse right weights. The same holds where the noise is too large to
+    tell the versions apart.
+
+    Raises:
+        WrongWeights: they are not.
     """
     ratio = proof.distances.get("log_likelihood_ratio", 0.0)
     if proof.tells_versions_apart and ratio < 0:
@@ -237,12 +251,18 @@ def check_nearest_version(name: str, version: int, proof: Proof) -> None:
 
 
 def describe_blind_spot(policy: Artifact, statement: JsonMapping, engine: str) -> str:
-    """Say what the proof of a foreign endpoint does not show, where it cannot tell a version from
-    the one before. `statement` is that of `Proof.describe`."""
+    """Return a warning that the proof of a foreign endpoint cannot tell two versions apart.
+
+    Args:
+        policy: the checkpoint that was to be served.
+        statement: that of `Proof.describe`.
+        engine: its name.
+    """
     version = VersionFacts.read(policy).version
     rate = statement["learning_rate"]
     separation = statement["separation"]
     at_rate = f" at the learning rate {rate:g}" if rate else ""
+    # The distance of two versions grows with the learning rate.
     needed = f" (it would take about {rate * SEPARATED / separation:.0e})" if rate else ""
     return (
         f"warning: nothing proves that the engine {engine} serves version {version} and not "
@@ -259,6 +279,5 @@ def read_canary(policy: Artifact) -> Canary:
     try:
         return read_canary_file(file)
     except ValueError as error:
-        raise UserError(
-            "--policy", policy.url, f"has a canary of another form; {remedy}"
-        ) from error
+        problem = f"has a canary of another form; {remedy}"
+        raise UserError("--policy", policy.url, problem) from error

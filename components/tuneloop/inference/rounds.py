@@ -97,7 +97,9 @@ class Rounds:
                 return groups
 
     def divide_groups(
-        self, groups: Sequence[Sequence[Completion]], max_tokens: int
+        self,
+        groups: Sequence[Sequence[Completion]],
+        max_tokens: int,
     ) -> tuple[list[int], list[int]]:
         """Divide groups into the batch, which has the first that have ended, and the others.
 

@@ -38,7 +38,10 @@ from tuneloop.rewards.sandbox import Limits, check_kernel, run_program
 
 Isolation = Literal["process", "gvisor"]
 MAX_BYTES = 2**24
+"""Maximum bytes of a body."""
 GRACE_S = 60
+"""Seconds for running programs after SIGTERM."""
+KERNEL_LOG_BYTES = 2**17
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """A string of JSON; the rest of the text where it does not end."""
 FRAME_BYTES = 512
@@ -80,14 +83,21 @@ def build_app(programs: int, isolation: Isolation) -> Any:
                 "it runs no program that requires more"
             )
             raise UserError("isolation", body.isolation, remedy)
+        # A longer queue would only let clients time out while their programs wait.
         if not free:
             raise Refused(503, "the queue of programs is full; try again")
         limits = Limits(body.seconds, body.memory, body.output)
         free -= 1
         try:
             ending = await asyncio.get_running_loop().run_in_executor(
-                pool, run_program, body.program, body.stdin, body.call, limits
+                pool,
+                run_program,
+                body.program,
+                body.stdin,
+                body.call,
+                limits,
             )
+        # JSON may hold half a character of UTF-16, which no pipe takes.
         except UnicodeEncodeError as error:
             raise UserError("stdin", body.stdin, f"is not text: {error.reason}") from error
         except OSError as error:
@@ -113,8 +123,10 @@ def _read_program(text: bytes) -> Program:
 
 def read_kernel_log() -> bytes:
     """Read the kernel's log (syslog(2)); empty if this user may not."""
-    log = ctypes.create_string_buffer(1 << 17)
-    return log.raw[: max(ctypes.CDLL(None).klogctl(3, log, len(log)), 0)]
+    log = ctypes.create_string_buffer(KERNEL_LOG_BYTES)
+    # 3 is SYSLOG_ACTION_READ_ALL; a negative answer means that it is not allowed.
+    size = ctypes.CDLL(None).klogctl(3, log, len(log))
+    return log.raw[: max(size, 0)]
 
 
 def read_isolation(log: bytes) -> Isolation:
@@ -133,7 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
     )
     parser.add_argument(
-        "--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)"
+        "--port",
+        type=int,
+        default=8000,
+        help="0 takes a free one and says which (default: 8000)",
     )
     parser.add_argument(
         "--programs",
@@ -145,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.programs < 1:
         raise UserError("--programs", options.programs, "must be at least 1")
     check_kernel("sandbox", f"{options.host}:{options.port}")
+    # It runs whatever it is sent, so that only clients of the run may reach it.
     if not (read_tokens() or options.host.startswith("127.")):
         remedy = "must name a file with a token, or --host be 127.0.0.1"
         raise UserError(VARIABLE, os.environ.get(VARIABLE), remedy)

@@ -101,7 +101,12 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     follower = None
     if options.weights:
         follower = Follower(
-            loop, options.weights, directory, options.poll_interval, options.pause, options.base
+            loop,
+            options.weights,
+            directory,
+            options.poll_interval,
+            options.pause,
+            options.base,
         )
     policy = _open_policy(options.policy) if options.policy else None
     if policy:
@@ -169,7 +174,9 @@ def _has_model(policy: Artifact) -> bool:
 
 
 def serve_until_signalled(
-    server: Any, listener: socket.socket, drain: Callable[[], None] = lambda: None
+    server: Any,
+    listener: socket.socket,
+    drain: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a ``uvicorn.Server`` until SIGTERM, then until `drain`, run beside it, has returned.
 
@@ -248,7 +255,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--host", default="127.0.0.1", help=text)
     parser.add_argument(
-        "--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)"
+        "--port",
+        type=int,
+        default=8000,
+        help="0 takes a free one and says which (default: 8000)",
     )
     text = "URL of the record of earlier starts; the server ends after too many without an answer (default: none)"
     parser.add_argument("--attempts", metavar="URL", help=text)
@@ -256,7 +266,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     text = "what its pod requests while it sleeps, a JSON object; no effect outside a pod (default: no change)"
     parser.add_argument("--asleep", type=json_object, default={}, help=text)
     parser.add_argument(
-        "--engine-args", type=json_object, default={}, help="vLLM's EngineArgs, a JSON object"
+        "--engine-args",
+        type=json_object,
+        default={},
+        help="vLLM's EngineArgs, a JSON object",
     )
     return parser.parse_args(argv)
 

@@ -83,7 +83,10 @@ class Engine(Protocol):
         """Serve the weights of a checkpoint; do nothing if its digest is served, unless `force`."""
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Done
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        done: Done,
     ) -> list[list[Completion]]:
         """Generate completions, in the order of `requests` and their seeds."""
 

@@ -121,7 +121,10 @@ class Client:
         self._policy = policy
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Done
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        done: Done,
     ) -> list[list[Completion]]:
         results: Finished = {}
         self.generate_into(dict(enumerate(requests)), sampling, results, done)

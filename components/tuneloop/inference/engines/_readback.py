@@ -246,7 +246,12 @@ def _cut_shard(layer: Any, tensor: Tensor, rows: int | None) -> Tensor | None:
 
 
 def _compare_forms(
-    layer: Any, leaf: str, tensor: Tensor, expected: Tensor, rows: Any, every: int
+    layer: Any,
+    leaf: str,
+    tensor: Tensor,
+    expected: Tensor,
+    rows: Any,
+    every: int,
 ) -> Iterator[bool]:
     """Yield for each form in which the layer holds a tensor whether it agrees.
 
@@ -334,7 +339,10 @@ class _Experts:
         return identical
 
     def _compare_stack(
-        self, stack: Tensor, shape: tuple[int, int, int], first_rows: Mapping[str, int]
+        self,
+        stack: Tensor,
+        shape: tuple[int, int, int],
+        first_rows: Mapping[str, int],
     ) -> dict[str, bool]:
         """Compare one of the two tensors.
 

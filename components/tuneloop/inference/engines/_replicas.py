@@ -55,7 +55,10 @@ class Replicas:
         self.pulled = max(pulls, key=lambda pull: float(pull.get("served_at", 0)))
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Done
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        done: Done,
     ) -> list[list[Completion]]:
         results: Finished = {}
         missing = dict(enumerate(requests))
@@ -79,7 +82,9 @@ class Replicas:
         """Do nothing: connections live only as long as a call."""
 
     def call_each(
-        self, work: Callable[[Client], object], poll: Callable[[], None] = lambda: None
+        self,
+        work: Callable[[Client], object],
+        poll: Callable[[], None] = lambda: None,
     ) -> None:
         """Call `work` on all replicas at the same time.
 
@@ -115,7 +120,11 @@ class Replicas:
                     self.replicas[client.endpoint]["lost"] = str(cause)
 
     def _generate_shares(
-        self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done
+        self,
+        requests: Mapping[int, Request],
+        sampling: Sampling,
+        results: Finished,
+        done: Done,
     ) -> None:
         """Generate `requests` on the live replicas, and add what they finish to `results`."""
         shares: dict[Client, dict[int, Request]] = {}

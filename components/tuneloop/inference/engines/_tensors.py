@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Readback:
-    """How many `tensors` the files have, and how many of them the engine holds `identical`.
+    """A comparison of an engine with the files of a model.
 
-    `different` names those that differ in at least one worker, `unread` those that the engine keeps
-    in a form unknown to us.
+    Attributes:
+        tensors: how many the files have.
+        identical: how many of these the engine holds bit for bit.
+        different: the names of those that differ in at least one worker.
+        unread: the names of those that the engine keeps in a form unknown to us.
     """
 
     tensors: int
@@ -55,9 +58,11 @@ def digest_model(model: Path) -> str:
 
 
 def compare_state(state: Mapping[str, Tensor], model: Path) -> Readback:
-    """Compare a state by the names of the files with the files below `model`, in the state's dtypes.
+    """Compare a state with the files below `model`, in the state's dtypes.
 
-    Names that the state lacks are unread: transformers fuses some layers while it loads them.
+    Args:
+        state: name → tensor, by the names of the files.
+        model: a model directory.
     """
     unread: list[str] = []
     different: list[str] = []
@@ -65,6 +70,7 @@ def compare_state(state: Mapping[str, Tensor], model: Path) -> Readback:
     for name, expected in read_tensors(model):
         tensors += 1
         tensor = state.get(name)
+        # transformers fuses some layers while it loads them, so that the state lacks their names.
         if tensor is None or tensor.shape != expected.shape:
             unread.append(name)
         elif not is_same(tensor.cpu(), expected.to(tensor.dtype)):
@@ -74,7 +80,11 @@ def compare_state(state: Mapping[str, Tensor], model: Path) -> Readback:
 
 
 def read_tensors(model: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model directory, one at a time. Raises FileNotFoundError without any."""
+    """Yield the tensors of a model directory by name, one at a time.
+
+    Raises:
+        FileNotFoundError: the directory has no safetensors files.
+    """
     from safetensors import safe_open
 
     paths = sorted(model.glob("*.safetensors"))

@@ -196,7 +196,11 @@ class Endpoint:
     name = "endpoint"
 
     def __init__(
-        self, urls: Sequence[str], options: Options, timeout_s: float, fleet: Fleet | None = None
+        self,
+        urls: Sequence[str],
+        options: Options,
+        timeout_s: float,
+        fleet: Fleet | None = None,
     ) -> None:
         self.urls = urls
         self.options = options
@@ -227,7 +231,10 @@ class Endpoint:
         self.vocab_size = config["vocab_size"]
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Done
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        done: Done,
     ) -> list[list[Completion]]:
         self._stopping.clear()
         threads = min(self.options.concurrency, max(len(requests), 1))
@@ -320,7 +327,11 @@ class Endpoint:
                 self.retries += 1
 
     def _complete_at(
-        self, url: str, request: Request, body: JsonObject, sampling: Sampling
+        self,
+        url: str,
+        request: Request,
+        body: JsonObject,
+        sampling: Sampling,
     ) -> list[Completion]:
         """Read all completions of one prompt from one answer."""
         payload: JsonObject = {"requests": [asdict(request)]}

@@ -126,7 +126,10 @@ class Transformers:
         self.digest = digest
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Done
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        done: Done,
     ) -> list[list[Completion]]:
         import torch
 
@@ -188,7 +191,10 @@ class Transformers:
             yield batch
 
     def _generate_batch(
-        self, requests: Sequence[Request], sampling: Sampling, report_progress: Callable[[], None]
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        report_progress: Callable[[], None],
     ) -> list[Completion]:
         """Generate one batch to its end; rows are (request, seed) pairs in order."""
         import torch

@@ -112,13 +112,14 @@ def check_here(args: JsonMapping, prefix: str) -> None:
     if not args or spec is None or spec.origin is None:
         return
     source = (Path(spec.origin).with_name("engine") / "arg_utils.py").read_bytes()
-    options = [
-        ast.unparse(statement.target)
-        for definition in ast.parse(source).body
-        if isinstance(definition, ast.ClassDef) and definition.name == "EngineArgs"
-        for statement in definition.body
-        if isinstance(statement, ast.AnnAssign)
-    ]
+    options: list[str] = []
+    for definition in ast.parse(source).body:
+        if not isinstance(definition, ast.ClassDef) or definition.name != "EngineArgs":
+            continue
+        # Its fields are the options.
+        for statement in definition.body:
+            if isinstance(statement, ast.AnnAssign):
+                options.append(ast.unparse(statement.target))
     for name in args.keys() - set(options) - set(OWN):
         near = difflib.get_close_matches(name, options, n=1)
         remedy = f"did you mean {near[0]}?" if near else "see its EngineArgs"
@@ -215,6 +216,7 @@ class Vllm:
 
     def _note_versions(self) -> None:
         """Note that the current version made the newest tokens of all running requests."""
+        # vLLM has no public way to ask how many tokens a running request has.
         for state in self.engine.output_processor.request_states.values():
             versions = self._versions.setdefault(state.external_req_id, [])
             newest = state.detokenizer.num_output_tokens() - len(versions)
@@ -256,9 +258,14 @@ class Vllm:
         return comparison.summarize(digest, self.dtype)
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, done: Done
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        done: Done,
     ) -> list[list[Completion]]:
-        keys = [[f"{i}-{j}" for j in range(len(r.seeds))] for i, r in enumerate(requests)]
+        keys: list[list[str]] = []
+        for index, request in enumerate(requests):
+            keys.append([f"{index}-{sample}" for sample in range(len(request.seeds))])
         completions: dict[str, Completion] = {}
         missing = [len(group) for group in keys]
         self.begin_batch()
@@ -270,10 +277,13 @@ class Vllm:
                 for key, completion in self.step():
                     assert isinstance(completion, Completion)
                     completions[key] = completion
-                    missing[int(key.partition("-")[0])] -= 1
+                    index = int(key.partition("-")[0])
+                    missing[index] -= 1
                 done(missing.count(0))
         finally:
-            self.abort([key for group in keys for key in group if key not in completions])
+            # `done` raises an error if the stage is to stop.
+            for group in keys:
+                self.abort([key for key in group if key not in completions])
         return [[completions[key] for key in group] for group in keys]
 
     def score(self, ids: Sequence[int]) -> list[float]:
@@ -293,6 +303,7 @@ class Vllm:
         Other engines in the process end, too.
         """
         if self.engine is not None:
+            # vLLM's public engine has no method that ends it.
             self.engine.engine_core.shutdown()
         self.engine = None
         self.files = None
@@ -440,20 +451,23 @@ class Vllm:
             self._forget(key)
 
     def _complete(self, key: str, output: Any, tokens: Tokens) -> Completion:
+        """Make the completion of a request that has ended."""
+        # The tokens since the last change are of the current version.
         versions = self._versions.get(key, [])
         versions = versions + [self.version] * (len(tokens.ids) - len(versions))
+        is_mixed = versions[0] != versions[-1]
         prompt_logprobs = None
         if output.prompt_logprobs is not None:
             prompt_logprobs = [float(logprob) for logprob in output.prompt_logprobs.logprobs]
         self._forget(key)
         return Completion(
-            tokens.ids,
-            tokens.logprobs,
-            output.outputs[0].finish_reason or "abort",
-            versions[0],
-            versions[-1],
-            versions if versions[0] != versions[-1] else [],
-            prompt_logprobs,
+            ids=tokens.ids,
+            logprobs=tokens.logprobs,
+            finish_reason=output.outputs[0].finish_reason or "abort",
+            start_version=versions[0],
+            end_version=versions[-1],
+            versions=versions if is_mixed else [],
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _forget(self, key: str) -> None:

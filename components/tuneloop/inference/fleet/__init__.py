@@ -60,7 +60,11 @@ class Worker:
         url = f"{self.url.rstrip('/')}/engine/{route}"
         try:
             status, content = send_request(
-                "POST", url, body=body, headers=build_token_headers(), timeout_s=timeout_s
+                "POST",
+                url,
+                body=body,
+                headers=build_token_headers(),
+                timeout_s=timeout_s,
             )
         except Unanswered as error:
             raise Unreachable(f"worker {self}: {route}: {error}") from error

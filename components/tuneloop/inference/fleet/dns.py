@@ -26,10 +26,10 @@ class Dns:
         except OSError as error:
             # A Service whose pods are all gone has no address either.
             raise Retryable(f"fleet dns://{self.name}:{self.port}: {error}") from error
-        hosts = {
-            f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
-            for family, _, _, _, address in addresses
-        }
+        hosts: set[str] = set()
+        for family, _, _, _, address in addresses:
+            host = str(address[0])
+            hosts.add(f"[{host}]" if family == socket.AF_INET6 else host)
         return [Worker(host, f"http://{host}:{self.port}") for host in sorted(hosts)]
 
 

@@ -446,7 +446,12 @@ def own_graph(cluster: Connection, graph: JsonMapping, workflow: str, tell: Tell
         # read, as by the operator; then it is read again.
         with ignore_refusals(409):
             cluster.custom.patch_namespaced_custom_object(
-                GROUP, find_api_version(cluster), cluster.namespace, PLURAL, name, patch
+                GROUP,
+                find_api_version(cluster),
+                cluster.namespace,
+                PLURAL,
+                name,
+                patch,
             )
             return
 

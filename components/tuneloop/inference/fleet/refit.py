@@ -10,7 +10,7 @@ case a killed refit left it paused.
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tuneloop.core.artifacts import Artifact
@@ -20,6 +20,7 @@ from tuneloop.formats.facts import VersionFacts
 from tuneloop.inference.fleet import Fleet, Unreachable, Worker
 
 PASSES = 5
+"""Maximum looks at a fleet; the last has to find no new worker."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def refit_fleet(
     Args:
         fleet: of the workers.
         target: the version.
-        passes: maximum looks at the fleet; the last has to find no new worker.
+        passes: as `PASSES`.
         timeout_s: seconds of silence after which a worker counts as gone.
         force: update workers that have the version, too.
 
@@ -95,6 +96,7 @@ def refit_fleet(
             time.sleep(1.0)
         done.passes += 1
         workers = {worker.id: worker for worker in fleet.discover()}
+        # A worker that is replaced has another id, and is new.
         new = [worker for name, worker in workers.items() if name not in done.workers]
         if workers and not new:
             done.workers = {name: done.workers[name] for name in workers}
@@ -110,20 +112,26 @@ def refit_fleet(
 
 
 def _change_workers(
-    workers: list[Worker], target: Target, timeout_s: float, force: bool, done: Refitted
+    workers: list[Worker],
+    target: Target,
+    timeout_s: float,
+    force: bool,
+    done: Refitted,
 ) -> Mapping[str, Unreachable]:
     """Change `workers` at the same time, and add those that have the version to `done`.
 
-    Return those that are gone.
+    Returns:
+        Id → error of those that are gone.
     """
     lost: dict[str, Unreachable] = {}
+    futures: dict[str, Future[tuple[float, float]]] = {}
     with ThreadPoolExecutor(max(len(workers), 1)) as pool:
-        futures = {
-            worker.id: pool.submit(_change, worker, target, timeout_s, force) for worker in workers
-        }
+        for worker in workers:
+            futures[worker.id] = pool.submit(_change, worker, target, timeout_s, force)
     for name, future in futures.items():
         try:
-            done.workers[name], updating = future.result()
+            paused, updating = future.result()
+            done.workers[name] = paused
             if updating:
                 done.updates[name] = updating
         except Unreachable as error:
@@ -134,7 +142,8 @@ def _change_workers(
 def _change(worker: Worker, target: Target, timeout_s: float, force: bool) -> tuple[float, float]:
     """Bring one worker to the version.
 
-    Return the seconds for which it was paused, and those of its update.
+    Returns:
+        The seconds for which it was paused, and those of its update.
     """
     if not force and worker.version(timeout_s) == target.label:
         # A refit that was killed may have left it paused.
@@ -153,6 +162,7 @@ def _change(worker: Worker, target: Target, timeout_s: float, force: bool) -> tu
         updating = time.monotonic() - paused_at
         if "flush_cache" in worker.routes:
             worker.call("flush_cache", timeout_s)
+    # See the module: a worker that failed refuses by itself, and must not stay paused.
     finally:
         worker.call("resume_generation", timeout_s)
     paused = time.monotonic() - start
