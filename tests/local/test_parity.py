@@ -134,10 +134,10 @@ def ours(
         engine=case.engine if engine else None,
         reference=case.reference if algorithm.beta else None,
     )
-    values, measures = algorithm.loss(tokens)
-    loss = (values * algorithm.token_weights(case.lengths)[sequence]).sum()
+    output = algorithm.loss(tokens)
+    loss = (output.per_token * algorithm.token_weights(case.lengths)[sequence]).sum()
     loss.backward()
-    return float(loss.detach()), case.rows(each)[:, 0], measures
+    return float(loss.detach()), case.rows(each)[:, 0], output.metrics
 
 
 def assert_same(case: Case, loss: float, theirs: torch.Tensor, model: torch.nn.Module) -> None:

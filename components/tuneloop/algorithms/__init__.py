@@ -6,12 +6,12 @@ with three methods::
 
     advantages(completions) -> float32 [targets]
         # how much better each token is than its baseline
-    loss(tokens) -> (float32 [targets], measures)
-        # one value a token, before it is weighed
+    loss(tokens) -> LossOutput
+        # one value a token, before it is weighed; metrics; auxiliary terms of the batch
     token_weights(targets) -> float32 [completions]
         # the weight of each token of a completion in the mean
 
 The step is taken on the sum of ``loss * weight`` over a whole mini-batch, however that is cut into
-micro-batches and dealt to ranks. Preference objectives (`preference`) are in `_preference`, shared
-mathematics in `_terms`.
+micro-batches and dealt to ranks, and on the auxiliary terms of the loss. Preference objectives
+(`preference`) are in `_preference`, shared mathematics in `_terms`.
 """

@@ -3,7 +3,7 @@
 These are options, an importance weight, a KL term, and how tokens are weighed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -58,6 +58,24 @@ class Tokens:
     sequence: Tensor
     engine: Tensor | None = None
     reference: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """What `PolicyGradient.loss` computes of a micro-batch.
+
+    Attributes:
+        per_token: float32 ``[targets]``, the loss of each token before `token_weights`.
+        metrics: detached tensors by name, ``[targets]`` each; means over tokens are logged.
+        batch_terms: auxiliary losses by name, float32 ``[]`` each, with gradient: the mean over the
+            micro-batch's target tokens, not weighed by `token_weights`. The step adds each term in
+            proportion to the micro-batch's share of the mini-batch's target tokens, so that the sum
+            is the same however the mini-batch is cut. Each is logged under its name.
+    """
+
+    per_token: Tensor
+    metrics: dict[str, Tensor]
+    batch_terms: dict[str, Tensor] = field(default_factory=dict)
 
 
 class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
@@ -136,19 +154,18 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
             log_ratio = _terms.sequence_mean(log_ratio, tokens.sequence)
         return log_ratio.exp()
 
-    def loss(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, tokens: Tokens) -> LossOutput:
         """Compute the loss of each token before `token_weights`, and metrics of each.
 
         Returns:
-            The loss, float32 ``[targets]``, and detached tensors of its shape by name: ``ratio``,
-            ``clip_fraction`` (0 or 1), and if their inputs are given ``kl``, ``logprob_gap``
-            (absolute difference of engine and trainer), ``importance_weight`` (ratio before
-            bounds) and ``rejected`` (0 or 1).
+            The loss without auxiliary terms. Its metrics are ``ratio``, ``clip_fraction`` (0 or 1),
+            and if their inputs are given ``kl``, ``logprob_gap`` (absolute difference of engine and
+            trainer), ``importance_weight`` (ratio before bounds) and ``rejected`` (0 or 1).
         """
         ratio = self.ratio(tokens)
         gain, outside = self.surrogate(ratio, tokens)
         values = -gain
-        measures = {"ratio": ratio.detach(), "clip_fraction": outside.float()}
+        metrics = {"ratio": ratio.detach(), "clip_fraction": outside.float()}
         if self.off_policy_mask_threshold is not None:
             # The policy that sampled is the engine's, where it is known.
             behaviour = tokens.old if tokens.engine is None else tokens.engine
@@ -165,17 +182,17 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
                 high=self.vllm_importance_sampling_clip_max,
             )
             values = values * weight
-            measures |= {
+            metrics |= {
                 "logprob_gap": gap.abs(),
                 "importance_weight": raw,
                 "rejected": (weight == 0).float(),
             }
         if tokens.reference is not None:
             kl = _terms.estimate_kl(tokens.logprobs, tokens.reference, self.kl_estimator)
-            measures["kl"] = kl.detach()
+            metrics["kl"] = kl.detach()
             if self.kl_in == "loss":
                 values = values + self.beta * kl * (ratio if self.use_bias_correction_kl else 1.0)
-        return values, measures
+        return LossOutput(values, metrics)
 
     def token_weights(self, targets: Tensor) -> Tensor:
         """Compute the weight of each token of a completion in the mean over a mini-batch.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tuneloop.algorithms._objective import PolicyGradient, Tokens
+from tuneloop.algorithms._objective import LossOutput, PolicyGradient, Tokens
 from tuneloop.core.component import Stage
 from tuneloop.training import checkpoint
 from tuneloop.training.samples import Sample
@@ -76,9 +76,13 @@ class Objective:
         plan = trainer.plan([len(document.ids) for document in documents], self.limit)
         for micro, batch in zip(trainer.accumulate(plan), trainer.collate_ahead(documents, plan)):
             checkpoint.check_stop(self.stage, trainer)
-            loss, measures = self._forward(trainer, [used[i] for i in micro], batch, weight_by_id)
+            output = self._forward(trainer, [used[i] for i in micro], batch, weight_by_id)
+            loss = output.per_token
+            for term in output.batch_terms.values():
+                # Each token carries its part of the term, so that micro-batches and ranks add up.
+                loss = loss + term / targets.sum()
             loss.sum().backward()
-            tally.add(loss=loss.detach(), **measures)
+            tally.add(loss=loss.detach(), **output.metrics)
         norm, rate = trainer.update()
         means = tally.result()
         # A token's loss is weighed already: the loss of the batch is the sum over its tokens.
@@ -102,8 +106,11 @@ class Objective:
         samples: Sequence[Sample],
         batch: Batch,
         weight_by_id: dict[str, float],
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the weighed loss of each target token, and measures: float32 ``[targets]`` each."""
+    ) -> LossOutput:
+        """Compute the algorithm's loss of a micro-batch, with that of each token weighed.
+
+        Auxiliary terms are among the metrics, too, as one value a token.
+        """
         import torch
 
         device = trainer.ranks.device
@@ -129,13 +136,20 @@ class Objective:
             engine=join(sample.engine for sample in samples),
             reference=reference,
         )
-        loss, measures = self.algorithm.loss(tokens)
+        output = self.algorithm.loss(tokens)
         weights = torch.tensor(
             [weight_by_id[sample.id] for sample in samples],
             dtype=torch.float32,
             device=device,
         )
-        return loss * weights.repeat_interleave(counts), measures | {"entropy": entropy}
+        metrics = output.metrics | {"entropy": entropy}
+        for name, term in output.batch_terms.items():
+            metrics[name] = term.detach().expand(len(entropy))
+        return LossOutput(
+            per_token=output.per_token * weights.repeat_interleave(counts),
+            metrics=metrics,
+            batch_terms=output.batch_terms,
+        )
 
 
 class Tally:

@@ -118,7 +118,7 @@ def test_divergence_in_the_reward():
 def gradient(ratio: float, advantage: float, **options) -> tuple[float, float]:
     """Loss and its derivative by log π at one token."""
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss, _ = dapo.Algorithm(**options).loss(tokens(logprob, [0.0], [advantage]))
+    loss = dapo.Algorithm(**options).loss(tokens(logprob, [0.0], [advantage])).per_token
     loss.sum().backward()
     return loss.item(), logprob.grad.item()
 
@@ -144,10 +144,10 @@ def test_two_sided_clipping():
 
 def test_cispo_keeps_the_gradient_of_a_clipped_token():
     logprob = torch.tensor([math.log(8.0)], requires_grad=True)
-    loss, measures = cispo.Algorithm().loss(tokens(logprob, [0.0], [2.0]))
-    loss.sum().backward()
+    output = cispo.Algorithm().loss(tokens(logprob, [0.0], [2.0]))
+    output.per_token.sum().backward()
     assert logprob.grad.item() == pytest.approx(-5 * 2)
-    assert measures["clip_fraction"].tolist() == [1]
+    assert output.metrics["clip_fraction"].tolist() == [1]
 
 
 def test_sequence_ratios():
@@ -175,14 +175,17 @@ def test_corrections_of_the_engine(mode, weights):
     engine = -1.0 - torch.tensor([5.0, 0.25, 20.0, 0.5]).log()
     low = 0.3 if mode.endswith("mask") else None
     one = dapo.Algorithm(vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_min=low)
-    loss, measures = one.loss(
+    output = one.loss(
         tokens(logprobs, logprobs.detach(), torch.ones(4), [0, 0, 1, 1], engine=engine)
     )
+    loss = output.per_token
     assert loss.tolist() == pytest.approx([-float(w) for w in weights])
     loss.sum().backward()
     assert logprobs.grad.tolist() == pytest.approx(loss.tolist())
-    assert measures["rejected"].tolist() == [float(w == 0) for w in weights]
-    assert measures["logprob_gap"].tolist() == pytest.approx([math.log(x) for x in (5, 4, 20, 2)])
+    assert output.metrics["rejected"].tolist() == [float(w == 0) for w in weights]
+    assert output.metrics["logprob_gap"].tolist() == pytest.approx(
+        [math.log(x) for x in (5, 4, 20, 2)]
+    )
 
 
 def test_a_hopeless_engine_gives_a_finite_weight():
@@ -195,10 +198,10 @@ def test_a_hopeless_engine_gives_a_finite_weight():
 
 def test_bad_completions_that_drifted_are_dropped():
     logprobs, old = torch.tensor([-1.0, -3.0, -3.0]), torch.tensor([-1.0, -1.0, -1.0])
-    loss, _ = dapo.Algorithm(off_policy_mask_threshold=0.5, epsilon=0.9).loss(
+    output = dapo.Algorithm(off_policy_mask_threshold=0.5, epsilon=0.9).loss(
         tokens(logprobs, old, [-1.0, -1.0, 1.0], [0, 1, 2])
     )
-    assert loss.tolist() == pytest.approx([1.0, 0.0, -math.exp(-2)])
+    assert output.per_token.tolist() == pytest.approx([1.0, 0.0, -math.exp(-2)])
 
 
 @pytest.mark.parametrize(
@@ -217,10 +220,9 @@ def test_kl_estimators(estimator, corrected, value, slope):
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     one = dapo.Algorithm(beta=0.1, kl_estimator=estimator, use_bias_correction_kl=corrected)
     reference = torch.tensor([-1.5, -2.0])
-    loss, measures = one.loss(
-        tokens(logprobs, logprobs.detach(), torch.zeros(2), reference=reference)
-    )
-    assert measures["kl"].tolist() == pytest.approx([value, 0.0], abs=1e-6)
+    output = one.loss(tokens(logprobs, logprobs.detach(), torch.zeros(2), reference=reference))
+    loss = output.per_token
+    assert output.metrics["kl"].tolist() == pytest.approx([value, 0.0], abs=1e-6)
     assert loss.tolist() == pytest.approx([0.1 * value, 0.0], abs=1e-6)
     loss[0].backward()
     assert logprobs.grad.tolist() == pytest.approx([0.1 * slope, 0.0], abs=1e-6)

@@ -23,6 +23,7 @@ from tests.making import (
     rollout_rows,
 )
 from tuneloop.algorithms import _terms, dapo
+from tuneloop.algorithms._objective import LossOutput, Tokens
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.stages.policy_update import policy_update
@@ -484,6 +485,39 @@ class Stopped(dapo.Algorithm):
     def loss(self, tokens: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return super().loss(tokens)
+
+
+class Regularized(dapo.Algorithm):
+    """DAPO with an auxiliary loss: what a sampled token costs in nats, on average."""
+
+    def loss(self, tokens: Tokens) -> LossOutput:
+        output = super().loss(tokens)
+        terms = {"surprise": -0.1 * tokens.logprobs.mean()}
+        return LossOutput(output.per_token, output.metrics, terms)
+
+
+def test_an_auxiliary_loss_is_the_same_however_the_batch_is_cut(policy, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "regularized", SimpleNamespace(Regularized=Regularized))
+    samples = rollout_rows(policy, 3, 4)
+    for position, sample in enumerate(samples):
+        sample["score"] = float(position % 2)  # every completion has an advantage
+    rewards = rewards_artifact(tmp_path / "rewards", policy, samples)
+    (plain,) = rows(run(tmp_path / "plain", policy, rewards, algorithm="dapo"))
+    measured = []
+    for limit in (2, 128):
+        out = run(
+            tmp_path / f"of-{limit}",
+            policy,
+            rewards,
+            algorithm="regularized:Regularized",
+            per_device_train_batch_size=limit,
+        )
+        (row,) = rows(out)
+        measured.append((row["loss"], row["grad_norm"], row["surprise"]))
+        assert row["surprise"] > 0.1
+        assert row["loss"] - plain["loss"] == pytest.approx(row["surprise"], rel=1e-4)
+    assert measured[0] == pytest.approx(measured[1], rel=1e-4)
+    assert measured[1][1] != pytest.approx(plain["grad_norm"], rel=1e-3)
 
 
 def test_a_signal_leaves_nothing_behind(policy, tmp_path, monkeypatch):
