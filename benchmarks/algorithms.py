@@ -42,7 +42,7 @@ def main() -> None:
             name = algorithm.replace("_", "-")
             settings = {
                 **{"seed": flags.seed, "base_model": model, "engine.kind": "transformers"},
-                **{"update.algorithm": algorithm, "update.algorithm_args": ALGORITHMS[algorithm]},
+                "update.algorithm": {"kind": algorithm} | ALGORITHMS[algorithm],
                 **{"loop.iterations": flags.iterations, "loop.target_reward": 2},
                 **{
                     "loop.per_workflow": flags.iterations,

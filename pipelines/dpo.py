@@ -10,7 +10,9 @@ their own.
 
 from typing import Any
 
+from tuneloop.algorithms._preference import Preference
 from tuneloop.cli.pipeline_file import make_builders, render_file
+from tuneloop.config.algorithms import choose_algorithm
 from tuneloop.config.pipeline import SET_BY_PIPELINE, PipelineConfig, Tokenize
 from tuneloop.config.trainer import TRAINER_SETTINGS, TrainerConfig
 from tuneloop.stages.base_model import base_model
@@ -33,7 +35,7 @@ Config: Any = PipelineConfig.with_sections(
     trainer=TrainerConfig,
     sft=(TUNING | None, TUNING()),
     reference=reference_logprobs.settings(without=GIVEN | {"mismatched_pairs"}),
-    preference=preference.settings(without=GIVEN),
+    preference=choose_algorithm(preference.settings(without=GIVEN), Preference),
     evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
     export=export.settings(),
 )
@@ -61,7 +63,7 @@ def stages(config: Config) -> list[StageSpec]:
     if config.sft:
         tuning.append(StageSpec(sft, config.sft, trainer=trainer, processes=config.processes))
     # KTO estimates the divergence from completions of other prompts.
-    mismatched = config.preference.algorithm == "kto"
+    mismatched = config.preference.algorithm.kind == "kto"
     return [
         StageSpec(data_prep, choose_sizes(config.data), required=required),
         StageSpec(

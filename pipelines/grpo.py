@@ -17,7 +17,9 @@ but the first batch of a workflow are one version old.
 from collections.abc import Sequence
 from typing import Any
 
+from tuneloop.algorithms._objective import PolicyGradient
 from tuneloop.cli.pipeline_file import make_builders, render_file
+from tuneloop.config.algorithms import choose_algorithm
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import SET_BY_PIPELINE
 from tuneloop.config.trainer import TRAINER_SETTINGS, TrainerConfig
@@ -39,7 +41,9 @@ Config: Any = LoopPipelineConfig.with_sections(
     rollout=rollout.settings(without=GIVEN, max_tokens=8),
     reward=reward.settings(),
     trainer=TrainerConfig,
-    update=policy_update.settings(without=GIVEN.union(TRAINER_SETTINGS)),
+    update=choose_algorithm(
+        policy_update.settings(without=GIVEN.union(TRAINER_SETTINGS)), PolicyGradient
+    ),
     evaluate=evaluate.settings(without=GIVEN, max_tokens=8),
     export=export.settings(),
     deploy=(deploy_model.settings() | None, None),

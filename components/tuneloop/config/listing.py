@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tuneloop.config.sections import KIND, find_section, list_variants, read_kind
+from tuneloop.config.sections import KIND, PLUGIN, find_section, list_variants, read_kind
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,17 @@ def list_variant_settings(
     yield Setting(f"{prefix}{KIND}", read_kind(default), "; ".join(meanings))
     settings: dict[str, Setting] = {}
     kinds_by_key: dict[str, list[str]] = {}
-    for kind, section in variants.items():
-        for setting in list_settings(section, prefix):
+    # A default that differs between kinds is that of the kind which a run has by default.
+    for kind in sorted(variants, key=lambda kind: kind != read_kind(default)):
+        for setting in list_settings(variants[kind], prefix):
             settings.setdefault(setting.key, setting)
             kinds_by_key.setdefault(setting.key, []).append(kind)
     for key, kinds in kinds_by_key.items():
         if key == f"{prefix}{KIND}":
             continue
         setting = settings[key]
-        is_common = len(kinds) == len(variants)
+        # What a plugin takes is not known here.
+        is_common = variants.keys() - {PLUGIN} <= set(kinds)
         meaning = setting.meaning if is_common else f"{', '.join(kinds)}: {setting.meaning}"
         yield Setting(key, setting.default, meaning)
 

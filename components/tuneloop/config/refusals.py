@@ -12,6 +12,8 @@ MOVED = {
     "engine.pull": "engine.weights: --set engine.weights=pull, or load",
     "engine.encoding": "engine.weights.encoding",
     "engine.fleet_has_base": "engine.weights.fleet_has_base",
+    "update.algorithm_args": "update.algorithm: --set update.algorithm.beta=0.05",
+    "preference.algorithm_args": "preference.algorithm: --set preference.algorithm.beta=0.2",
     "engine.fleet": "engine.weights.fleet, with --set engine.weights=refit",
 }
 """Old key → where it is now, for those that have another name there."""

@@ -32,6 +32,10 @@ from tuneloop.core.threads import forward_signals
 class Params(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
     """A stage's parameters; generated from its signature."""
 
+    def to_parameters(self) -> JsonObject:
+        """Return the values by the names that the stage has for them."""
+        return self.model_dump()
+
 
 class Options(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
     """Parameters that several stages share.

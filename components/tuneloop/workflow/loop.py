@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
-from tuneloop.core.component import Component
+from tuneloop.core.component import Component, Params
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import to_kebab_case
 
@@ -46,7 +46,8 @@ class StageSpec:
             common = trainer.model_dump(exclude_none=True)
             self.parameters |= {name: common[name] for name in self.accepted(list(common))}
         if settings:
-            self.parameters |= settings.model_dump()
+            is_section = isinstance(settings, Params)
+            self.parameters |= settings.to_parameters() if is_section else settings.model_dump()
         self.parameters |= parameters
         # Another backend than our own starts the ranks itself, from one process.
         if self.parameters.get("backend") not in (None, "native"):

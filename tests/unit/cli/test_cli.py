@@ -215,7 +215,7 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
         (["status", "--store", "ftp://x"], "ftp://x"),
         (
             ["plan", "grpo", "--set", "update.algorithm=nope"],
-            "update.algorithm: 'nope': unknown; known: cispo",
+            "update.algorithm.kind: 'nope': unknown; known: cispo",
         ),
         (
             ["plan", "grpo", "--set", "data.source=nope"],

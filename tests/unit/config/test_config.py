@@ -177,35 +177,52 @@ def test_equal_configurations_render_equal_bytes() -> None:
     [
         (
             "grpo",
-            "update.algorithm_args.epsilon=-1",
-            "update.algorithm_args.epsilon",
+            "update.algorithm.epsilon=-1",
+            "update.algorithm.epsilon",
             "greater than 0",
         ),
         (
             "grpo",
-            "update.algorithm_args.bta=1",
-            "update.algorithm_args.bta",
-            "grpo has no such option; it has epsilon",
+            "update.algorithm.bta=1",
+            "update.algorithm.bta",
+            "unknown key; did you mean beta?",
         ),
         (
             "grpo",
             "update.algorithm=dr_grpo",
-            "update.algorithm_args",
+            "update.algorithm",
             "max_completion_length must be set",
         ),
         (
             "grpo",
             "update.algorithm=dpo",
-            "update.algorithm",
+            "update.algorithm.kind",
             "preferences are for the stage preference",
         ),
         ("grpo", "update.lr_scheduler_type=linear", "update.max_steps", "must know where it ends"),
-        ("dpo", "preference.algorithm=grpo", "preference.algorithm", "for the stage policy_update"),
         (
             "dpo",
-            "preference.algorithm_args.label_smoothing=1",
-            "preference.algorithm_args.label_smoothing",
+            "preference.algorithm=grpo",
+            "preference.algorithm.kind",
+            "for the stage policy_update",
+        ),
+        (
+            "dpo",
+            "preference.algorithm.label_smoothing=1",
+            "preference.algorithm.label_smoothing",
             "less than",
+        ),
+        (
+            "grpo",
+            "update.algorithm_args.beta=1",
+            "update.algorithm_args",
+            "is now update.algorithm: --set update.algorithm.beta=0.05",
+        ),
+        (
+            "grpo",
+            "update.algorithm.baseline=group",
+            "update.algorithm.baseline",
+            "is a setting of kind reinforce_plus_plus, not of grpo",
         ),
         ("grpo", "data.rewards.exactt=1", "data.rewards.exactt", "unknown; known: choice, code"),
         (
@@ -225,6 +242,29 @@ def test_what_training_can_not_do_is_refused_before_anything_runs(
     error = refusal(loading.find_pipeline(pipeline), None, item)
     assert error.field == field
     assert says in str(error)
+
+
+@pytest.mark.parametrize(
+    ("sets", "name", "options"),
+    [
+        ([], "grpo", {}),
+        (["update.algorithm=gspo"], "gspo", {}),
+        (["update.algorithm.epsilon=0.3"], "grpo", {"epsilon": 0.3}),
+        (["update.algorithm=gspo", "update.algorithm.epsilon=0.2"], "gspo", {"epsilon": 0.2}),
+        (["update.algorithm=my.pkg:Loss", "update.algorithm.x=1"], "my.pkg:Loss", {"x": 1}),
+    ],
+)
+def test_a_stage_gets_the_name_of_its_algorithm_and_the_options(
+    sets: list[str], name: str, options: dict[str, Any]
+) -> None:
+    grpo = loading.find_pipeline("grpo")
+    config = grpo.configure(None, sets)
+    parameters = config.update.to_parameters()
+    assert parameters["algorithm"] == name
+    assert parameters["algorithm_args"] == options
+    # What a run records is read again with the same result.
+    again = grpo.validate(config.model_dump(mode="json"))
+    assert again.update.to_parameters() == parameters
 
 
 def test_trainer_and_server_on_one_device_are_never_awake_together() -> None:

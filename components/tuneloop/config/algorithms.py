@@ -1,0 +1,83 @@
+"""The key `algorithm` of a section that trains: one class for each algorithm, with its options.
+
+A stage has two parameters, the algorithm's name and the mapping of its options. In a configuration
+they are one section, so that each option has a type, a default and a description."""
+
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, create_model
+
+from tuneloop.config.sections import KIND, PLUGIN, choose_by_kind, read_kind
+from tuneloop.core import plugins
+from tuneloop.core.component import Params
+from tuneloop.core.json_types import JsonObject
+from tuneloop.training.epochs import validate_kind
+
+
+class AlgorithmSection(Params, frozen=True, extra="forbid"):
+    """The settings of a stage that has an algorithm."""
+
+    def to_parameters(self) -> JsonObject:
+        """Return the parameters of the stage: `algorithm` is the name, and `algorithm_args` are the
+        options that differ from the algorithm's defaults."""
+        parameters = super().to_parameters()
+        algorithm: BaseModel = self.__dict__["algorithm"]
+        parameters["algorithm"] = read_kind(algorithm)
+        parameters["algorithm_args"] = algorithm.model_dump(exclude={KIND}, exclude_defaults=True)
+        return parameters
+
+
+def choose_algorithm(settings: type[Params], objective: type[BaseModel]) -> type[Params]:
+    """Return the section `settings` of a stage with its algorithm as a section inside.
+
+    Args:
+        settings: made by `Component.settings`; its default of `algorithm` stays.
+        objective: the class that all algorithms of the stage extend.
+    """
+    fields: JsonObject = {}
+    for name, info in settings.model_fields.items():
+        if name == "algorithm":
+            classes = list_classes(objective)
+            default = classes[info.default](kind=info.default)
+            fields[name] = (choose_by_kind(info.default, classes), default)
+        elif name != "algorithm_args":
+            fields[name] = (info.annotation, info)
+    return create_model(
+        settings.__name__,
+        __base__=AlgorithmSection,
+        __doc__=settings.__doc__,
+        **fields,
+    )
+
+
+@cache
+def list_classes(objective: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Return name → class of the shipped algorithms of an objective, and the class of plugins."""
+    classes: dict[str, type[BaseModel]] = {}
+    for name in plugins.list_shipped_variants("algorithms"):
+        algorithm: Any = plugins.load_variant("algorithms", name, "Algorithm")
+        if issubclass(algorithm, objective):
+            classes[name] = make_class(name, algorithm)
+    classes[PLUGIN] = make_plugin_class(objective)
+    return classes
+
+
+def make_class(name: str, algorithm: type[BaseModel]) -> type[BaseModel]:
+    """Make the class of the section for an algorithm: its options, and the key `kind`."""
+    summary = (algorithm.__doc__ or name).strip().split("\n")[0].rstrip(".")
+    kind = (Literal[name], Field(name, description=summary))
+    return create_model(f"{name}_algorithm", __base__=algorithm, kind=kind)
+
+
+def make_plugin_class(objective: type[BaseModel]) -> type[BaseModel]:
+    """Make the class of the section for an algorithm of a third party, whose options are checked by
+    the stage, as only its image need have the package."""
+    kind: Any = Annotated[str, plugins.validate_variant("algorithms"), validate_kind(objective)]
+    description = "pkg.mod:attr, or the name of an entry point, with options of its own"
+    field = Field(description=description)
+    return create_model("plugin_algorithm", __base__=OwnOptions, kind=(kind, field))
+
+
+class OwnOptions(BaseModel, frozen=True, extra="allow"):
+    """Options that only an algorithm of a third party knows."""
