@@ -66,8 +66,8 @@ def list_classes(objective: type[BaseModel]) -> dict[str, type[BaseModel]]:
 def make_class(name: str, algorithm: type[BaseModel]) -> type[BaseModel]:
     """Make the class of the section for an algorithm: its options, and the key `kind`."""
     summary = (algorithm.__doc__ or name).strip().split("\n")[0].rstrip(".")
-    kind = (Literal[name], Field(name, description=summary))
-    return create_model(f"{name}_algorithm", __base__=algorithm, kind=kind)
+    fields: JsonObject = {KIND: (Literal[name], Field(name, description=summary))}
+    return create_model(f"{name}_algorithm", __base__=algorithm, **fields)
 
 
 def make_plugin_class(objective: type[BaseModel]) -> type[BaseModel]:
@@ -75,8 +75,8 @@ def make_plugin_class(objective: type[BaseModel]) -> type[BaseModel]:
     the stage, as only its image need have the package."""
     kind: Any = Annotated[str, plugins.validate_variant("algorithms"), validate_kind(objective)]
     description = "pkg.mod:attr, or the name of an entry point, with options of its own"
-    field = Field(description=description)
-    return create_model("plugin_algorithm", __base__=OwnOptions, kind=(kind, field))
+    fields: JsonObject = {KIND: (kind, Field(description=description))}
+    return create_model("plugin_algorithm", __base__=OwnOptions, **fields)
 
 
 class OwnOptions(BaseModel, frozen=True, extra="allow"):

@@ -46,8 +46,10 @@ class StageSpec:
             common = trainer.model_dump(exclude_none=True)
             self.parameters |= {name: common[name] for name in self.accepted(list(common))}
         if settings:
-            is_section = isinstance(settings, Params)
-            self.parameters |= settings.to_parameters() if is_section else settings.model_dump()
+            if isinstance(settings, Params):
+                self.parameters |= settings.to_parameters()
+            else:
+                self.parameters |= settings.model_dump()
         self.parameters |= parameters
         # Another backend than our own starts the ranks itself, from one process.
         if self.parameters.get("backend") not in (None, "native"):
