@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, Tag
+from pydantic import BaseModel, BeforeValidator, Discriminator, Tag
 from pydantic.fields import FieldInfo
 
 from tuneloop.core.json_types import JsonObject
@@ -50,6 +50,19 @@ def read_kind(value: Any, default: str = "") -> str:
 def expand_text(value: Any) -> Any:
     """Return a section whose kind is `value`, if this is a text; else `value`."""
     return {KIND: value} if isinstance(value, str) else value
+
+
+def choose_by_kind(default: str, classes: Mapping[str, type[BaseModel]]) -> Any:
+    """Return the type of a section that is one of `classes`, by its key `kind`."""
+    union: Any = None
+    for tag, section in classes.items():
+        part = Annotated[section, Tag(tag)]  # type: ignore[valid-type]
+        union = part if union is None else union | part
+    return Annotated[
+        union,
+        Discriminator(make_kind_reader(default, tuple(classes))),
+        BeforeValidator(expand_text),
+    ]
 
 
 def list_variants(info: FieldInfo) -> dict[str, type[BaseModel]]:
