@@ -100,7 +100,9 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     beta: float = Field(
         0.0, ge=0, description="weight of the KL divergence to the reference; 0: none"
     )
-    kl_estimator: _terms.Estimator = "k3"
+    kl_estimator: _terms.Estimator = Field(
+        "k3", description="estimator of the divergence (joschu.net/blog/kl-approx.html)"
+    )
     kl_in: Literal["loss", "reward"] = Field("loss", description="where the divergence is added")
     use_bias_correction_kl: bool = Field(
         True,
@@ -110,8 +112,12 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     vllm_importance_sampling_mode: _terms.Correction = Field(
         "token_truncate", description="how the gap between engine and trainer is corrected"
     )
-    vllm_importance_sampling_clip_min: float | None = Field(None, ge=0)
-    vllm_importance_sampling_clip_max: float | None = Field(2.0, gt=0)
+    vllm_importance_sampling_clip_min: float | None = Field(
+        None, ge=0, description="least weight of that correction; none: no bound"
+    )
+    vllm_importance_sampling_clip_max: float | None = Field(
+        2.0, gt=0, description="greatest weight of that correction; none: no bound"
+    )
     off_policy_mask_threshold: float | None = Field(
         None,
         ge=0,

@@ -3,6 +3,8 @@
 A completion's baseline is its group's mean reward.
 """
 
+from pydantic import Field
+
 from tuneloop.algorithms import _terms
 from tuneloop.algorithms._objective import Completions, PolicyGradient
 from tuneloop.algorithms._terms import Tensor
@@ -15,7 +17,9 @@ class Algorithm(PolicyGradient):
     ``loss_type="grpo"``.
     """
 
-    scale_rewards: _terms.Scale = "group"
+    scale_rewards: _terms.Scale = Field(
+        "group", description="whose standard deviation divides advantages"
+    )
 
     def advantages(self, batch: Completions) -> Tensor:
         """Compute rewards relative to their group; a completion's tokens share its advantage."""

@@ -18,8 +18,12 @@ class Algorithm(Preference):
     """
 
     needs_kl: ClassVar[bool] = True
-    desirable_weight: float = Field(1.0, ge=0)
-    undesirable_weight: float = Field(1.0, ge=0)
+    desirable_weight: float = Field(
+        1.0, ge=0, description="weight of the chosen completions in the loss"
+    )
+    undesirable_weight: float = Field(
+        1.0, ge=0, description="weight of the rejected completions in the loss"
+    )
 
     def loss(self, judged: Judged) -> Tensor:
         chosen, rejected = judged.pairs(self.beta * (judged.ratios - judged.kl))

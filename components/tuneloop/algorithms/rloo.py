@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from tuneloop.algorithms import _terms
 from tuneloop.algorithms._objective import Completions, PolicyGradient, Tokens
 from tuneloop.algorithms._terms import Tensor
@@ -13,7 +15,9 @@ class Algorithm(PolicyGradient):
     kl_estimator: _terms.Estimator = "k1"
     kl_in: Literal["loss", "reward"] = "reward"
     loss_agg_mode: _terms.Aggregation = "seq-mean-token-mean"
-    normalize_advantages: bool = False
+    normalize_advantages: bool = Field(
+        False, description="subtract the mean of all advantages, and divide by their deviation"
+    )
 
     def advantages(self, batch: Completions) -> Tensor:
         """Compute the difference from the mean of the group's other rewards."""

@@ -10,7 +10,6 @@ import typer
 
 from tuneloop.cli.arguments import CONFIG, IGNORE_LIMITS, OUTPUT, PIPELINE, SETS
 from tuneloop.cli.inspect import open_run
-from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.training.devices import DEVICES
@@ -213,29 +212,21 @@ def print_schema(
         bool, typer.Option("--json", help="For programs: JSON Schema, with types and limits.")
     ] = False,
 ) -> None:
-    """Print the settings of a pipeline. A line each: key, default and meaning.
+    """Print the settings of a pipeline as YAML with comments: a file for --config.
 
-    A file for --config has these keys, each section as a mapping; --set takes them as they are
-    printed here.
+    Each setting is commented out, with its default. --set takes the same keys, with dots.
     """
-    from tuneloop.config.listing import list_settings
+    from tuneloop.config.commented_yaml import format_settings
+    from tuneloop.config.listing import describe_settings
     from tuneloop.config.loading import find_pipeline
 
     config = find_pipeline(pipeline).Config
     if as_json:
         typer.echo(json.dumps(config.model_json_schema(), indent=2))
         return
-    settings = list_settings(config)
-    # A section is the part of its keys before a dot.
-    prefix = f"{section}." if section else ""
-    rows = [
-        (setting.key, setting.default, setting.meaning)
-        for setting in settings
-        if setting.key == section or setting.key.startswith(prefix)
-    ]
-    if not rows:
-        sections = dict.fromkeys(setting.key.partition(".")[0] for setting in settings)
-        raise UserError(
-            "SECTION", section, f"no setting is below it; there are {', '.join(sections)}"
-        )
-    print_table(("setting", "default", "meaning"), rows, cut="meaning")
+    described = describe_settings(config)
+    text = format_settings(pipeline, described, section)
+    if text is None:
+        names = ", ".join(item.name for item in described.items)
+        raise UserError("SECTION", section, f"no setting is below it; there are {names}")
+    typer.echo(text, nl=False)

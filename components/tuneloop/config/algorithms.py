@@ -40,7 +40,11 @@ def choose_algorithm(settings: type[Params], objective: type[BaseModel]) -> type
         if name == "algorithm":
             classes = list_classes(objective)
             default = classes[info.default](kind=info.default)
-            fields[name] = (choose_by_kind(info.default, classes), default)
+            text = "the algorithm, with its options"
+            fields[name] = (
+                choose_by_kind(info.default, classes),
+                Field(default, description=text),
+            )
         elif name != "algorithm_args":
             fields[name] = (info.annotation, info)
     return create_model(

@@ -1,67 +1,335 @@
-"""The settings of a pipeline, one after another, as people read them."""
+"""The settings of a pipeline with what people have to know of each, section by section.
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+A section that is one of several classes, by its key `kind`, is described as one: each of its
+settings comes once, with the kinds that have it and with the text and the default of each kind.
+"""
 
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tuneloop.config.sections import KIND, PLUGIN, find_section, list_variants, read_kind
+from tuneloop.config.followed import PLAIN_SECTIONS, SECTION_SUFFIX
+from tuneloop.config.loop import INHERITED, LoopPipelineConfig
+from tuneloop.config.rules import RULES
+from tuneloop.config.sections import (
+    KIND,
+    PLUGIN,
+    find_section,
+    is_optional,
+    list_variants,
+    read_kind,
+)
+
+TYPE_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a mapping",
+}
+"""Types of values, as people call them."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting that `--set` takes: its key, its default as YAML, and what it means."""
+    """A setting that `--set` takes.
+
+    Attributes:
+        key: its whole key, as in ``rollout.max_tokens``.
+        default: its default as YAML of one line; empty for one that has to be set.
+        text: what it means.
+        notes: what limits its values, and what its default follows.
+    """
 
     key: str
     default: str
-    meaning: str
+    text: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+    @property
+    def meaning(self) -> str:
+        """The text and the notes in one line."""
+        return "; ".join([self.text, *self.notes]) if self.text else "; ".join(self.notes)
 
 
-def list_settings(config: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
-    """Yield the settings of a configuration class in their order, those of sections among them. A
-    setting that several kinds of a section have comes once."""
-    for name, info in config.model_fields.items():
-        key = f"{prefix}{name}"
+@dataclass(frozen=True)
+class Section:
+    """A section of a configuration.
+
+    Attributes:
+        key: its whole key; empty for the whole configuration.
+        text: what it is for.
+        items: its settings and the sections inside.
+        optional_default: the default of a section that may be null, as YAML; None for a section
+            that is always there.
+        twin: the key of a section before it that has the same settings and defaults; empty where
+            none has.
+    """
+
+    key: str
+    text: str
+    items: tuple["Setting | Section", ...]
+    optional_default: str | None = None
+    twin: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+    @property
+    def sections(self) -> list["Section"]:
+        return [item for item in self.items if isinstance(item, Section)]
+
+    @property
+    def settings(self) -> list[Setting]:
+        """The settings of the section itself."""
+        return [item for item in self.items if isinstance(item, Setting)]
+
+    def list_settings(self) -> Iterator[Setting]:
+        """Yield all settings, those of sections inside among them."""
+        if self.optional_default is not None:
+            yield Setting(self.key, self.optional_default, self.text)
+        for item in self.items:
+            if isinstance(item, Setting):
+                yield item
+            else:
+                yield from item.list_settings()
+
+    def find(self, key: str) -> "Setting | Section | None":
+        """Return the setting or the section with the whole key `key`."""
+        for item in self.items:
+            if item.key == key:
+                return item
+            if isinstance(item, Section) and key.startswith(f"{item.key}."):
+                return item.find(key)
+        return None
+
+
+def describe_settings(config: type[BaseModel]) -> Section:
+    """Describe all settings of a pipeline's configuration."""
+    described = describe_class(config, "")
+    if not issubclass(config, LoopPipelineConfig):
+        return described
+    return replace(described, items=tuple(map(note_inheritance, described.items)))
+
+
+def note_inheritance(item: Setting | Section) -> Setting | Section:
+    """Return the section `evaluate` with a note at what it has from `rollout`; any other as it
+    is."""
+    if not isinstance(item, Section) or item.key != "evaluate":
+        return item
+    items: list[Setting | Section] = []
+    for setting in item.items:
+        if isinstance(setting, Setting) and setting.name in INHERITED:
+            # The text is that of the other section, where it is read already.
+            note = f"as rollout.{setting.name}, unless it is set here"
+            items.append(replace(setting, text=note, notes=()))
+        else:
+            items.append(setting)
+    return replace(item, items=tuple(items))
+
+
+def describe_class(section: type[BaseModel], key: str, text: str = "") -> Section:
+    """Describe the section `key`, whose class is `section`."""
+    prefix = f"{key}." if key else ""
+    items: list[Setting | Section] = []
+    keys_by_default: dict[str, str] = {}
+    for name, info in section.model_fields.items():
+        inner = find_section(info)
         variants = list_variants(info)
         if variants:
-            yield from list_variant_settings(info, variants, f"{key}.")
-            continue
-        section = find_section(info)
-        if section is None:
-            yield Setting(key, format_default(info), info.description or "")
-            continue
-        if info.get_default(call_default_factory=True) is None:
-            yield Setting(key, "null", info.description or section.__doc__ or "")
-        yield from list_settings(section, f"{key}.")
+            items.append(describe_variants(f"{prefix}{name}", info, variants))
+        elif inner is None:
+            rules = list(list_rule_notes(section, key, name, info))
+            description = find_description(section, name)
+            items.append(describe_field(f"{prefix}{name}", info, description, rules))
+        else:
+            summary = info.description or summarize(inner)
+            described = describe_class(inner, f"{prefix}{name}", summary)
+            # `repr` names the class, too.
+            default = repr(info.get_default(call_default_factory=True))
+            twin = keys_by_default.setdefault(default, described.key)
+            if not is_optional(info) and twin != described.key:
+                described = replace(described, twin=twin)
+            elif is_optional(info):
+                is_null = info.get_default(call_default_factory=True) is None
+                described = replace(described, optional_default="null" if is_null else "{}")
+            items.append(described)
+    return Section(key, text or summarize(section), tuple(items))
 
 
-def list_variant_settings(
-    info: FieldInfo, variants: Mapping[str, type[BaseModel]], prefix: str
-) -> Iterator[Setting]:
-    """Yield the settings of a section that is one of several classes: its kind, then those of the
-    classes, with the kinds that have them where not all have."""
-    default = info.get_default(call_default_factory=True)
-    meanings = [
-        f"{kind}: {section.model_fields[KIND].description}" for kind, section in variants.items()
-    ]
-    yield Setting(f"{prefix}{KIND}", read_kind(default), "; ".join(meanings))
-    settings: dict[str, Setting] = {}
-    kinds_by_key: dict[str, list[str]] = {}
+def summarize(section: type[BaseModel]) -> str:
+    """Return the first sentence of a class's docstring."""
+    text = " ".join((section.__doc__ or "").split())
+    return text.partition(". ")[0].rstrip(".")
+
+
+def find_description(section: type[BaseModel], name: str) -> str:
+    """Return the description of a field: its own, or that of the class which it is inherited
+    from."""
+    # A class that only has another default does not describe the field again.
+    for ancestor in section.__mro__:
+        info = getattr(ancestor, "model_fields", {}).get(name)
+        if info is not None and info.description:
+            return str(info.description)
+    return ""
+
+
+def describe_field(key: str, info: FieldInfo, text: str, rules: Sequence[str]) -> Setting:
+    """Describe a field that is no section, with `rules` that its default follows."""
+    notes = [*list_limits(info), *rules]
+    if info.get_default(call_default_factory=True) is None and not info.is_required():
+        types = [TYPE_NAMES[kind] for kind in list_types(info.annotation)]
+        notes.insert(0, " or ".join(types))
+    choices = [str(choice) for choice in list_choices(info.annotation)]
+    if not all(choice in text for choice in choices):
+        notes.insert(0, f"one of {', '.join(choices)}")
+    return Setting(key, format_default(info), text, tuple(filter(None, notes)))
+
+
+def list_types(annotation: Any) -> list[type]:
+    """Return the types in an annotation that have a name of `TYPE_NAMES`."""
+    origin = get_origin(annotation) or annotation
+    if origin in TYPE_NAMES:
+        return [origin]
+    if origin is Literal:
+        return []
+    types: list[type] = []
+    for part in get_args(annotation):
+        types += list_types(part)
+    return list(dict.fromkeys(types))
+
+
+def list_choices(annotation: Any) -> list[object]:
+    """Return the values of an annotation that is a `Literal`, or has one inside."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    if get_origin(annotation) in (dict, list):
+        return []
+    choices: list[object] = []
+    for part in get_args(annotation):
+        choices += list_choices(part)
+    return choices
+
+
+def list_limits(info: FieldInfo) -> list[str]:
+    """Return what a field's number may be, in words."""
+    limits: list[str] = []
+    for mark in info.metadata:
+        if isinstance(mark, Ge) and mark.ge != 0:
+            limits.append(f"at least {mark.ge}")
+        elif isinstance(mark, Gt):
+            limits.append(f"above {mark.gt}")
+        elif isinstance(mark, Le):
+            limits.append(f"at most {mark.le}")
+        elif isinstance(mark, Lt):
+            limits.append(f"below {mark.lt}")
+    return limits
+
+
+def list_rule_notes(
+    section: type[BaseModel], key: str, name: str, info: FieldInfo
+) -> Iterator[str]:
+    """Yield what the default of a field follows, by the table of `tuneloop.config.rules`.
+
+    Args:
+        section: the class that has the field.
+        key: the key of its section.
+        name: the name of the field.
+        info: the field.
+    """
+    plain = key if key in PLAIN_SECTIONS else ""
+    stage = section.__name__.removesuffix(SECTION_SUFFIX)
+    for rule in RULES:
+        if rule.setting != name or not {stage, plain} & set(rule.stages):
+            continue
+        # Another default is that of a pipeline's author, and stands.
+        if info.get_default(call_default_factory=True) in rule.demo:
+            models = "any model" if rule.for_demo else "a pretrained model"
+            yield f"default for {models}: {rule.summary}"
+
+
+def describe_variants(
+    key: str, info: FieldInfo, variants: Mapping[str, type[BaseModel]]
+) -> Section:
+    """Describe a section that is one of several classes."""
+    default = read_kind(info.get_default(call_default_factory=True))
     # A default that differs between kinds is that of the kind which a run has by default.
-    for kind in sorted(variants, key=lambda kind: kind != read_kind(default)):
-        for setting in list_settings(variants[kind], prefix):
-            settings.setdefault(setting.key, setting)
-            kinds_by_key.setdefault(setting.key, []).append(kind)
-    for key, kinds in kinds_by_key.items():
-        if key == f"{prefix}{KIND}":
-            continue
-        setting = settings[key]
-        # What a plugin takes is not known here.
-        is_common = variants.keys() - {PLUGIN} <= set(kinds)
-        meaning = setting.meaning if is_common else f"{', '.join(kinds)}: {setting.meaning}"
-        yield Setting(key, setting.default, meaning)
+    kinds = sorted(variants, key=lambda kind: kind != default)
+    sections = {kind: describe_class(variants[kind], key) for kind in kinds}
+    # What a third party's class takes is known to it alone; here it only has what all have.
+    shipped = {kind: section for kind, section in sections.items() if kind != PLUGIN}
+    merged = merge_sections(shipped)
+    meanings: list[str] = []
+    for kind, section in variants.items():
+        text = section.model_fields[KIND].description or ""
+        meanings.append(text if kind == PLUGIN else f"{kind}: {text}")
+    items: list[Setting | Section] = [Setting(f"{key}.{KIND}", default, "; ".join(meanings))]
+    items += [item for item in merged.items if item.name != KIND]
+    text = info.description or summarize(variants[default])
+    return Section(key, text, tuple(items))
+
+
+def merge_sections(sections: Mapping[str, Section]) -> Section:
+    """Merge the descriptions of a section's kinds into one, the default kind first."""
+    items_by_name: dict[str, dict[str, Setting | Section]] = {}
+    for kind, section in sections.items():
+        for item in section.items:
+            items_by_name.setdefault(item.name, {})[kind] = item
+    items: list[Setting | Section] = []
+    for items_by_kind in items_by_name.values():
+        settings = {k: item for k, item in items_by_kind.items() if isinstance(item, Setting)}
+        inner = {k: item for k, item in items_by_kind.items() if isinstance(item, Section)}
+        if settings:
+            items.append(merge_settings(settings, sections.keys() - settings.keys()))
+        elif len(inner) > 1:
+            items.append(merge_sections(inner))
+        else:
+            items += [name_kinds(section, kind) for kind, section in inner.items()]
+    return replace(next(iter(sections.values())), items=tuple(items))
+
+
+def name_kinds(section: Section, kind: str) -> Section:
+    """Return a section that only one kind has, with this kind in its text."""
+    return replace(section, text=f"{kind}: {section.text}")
+
+
+def merge_settings(settings: Mapping[str, Setting], others: set[str]) -> Setting:
+    """Merge the descriptions of a setting that several kinds of a section have.
+
+    Args:
+        settings: kind → setting, the default kind first.
+        others: the kinds that do not have it.
+    """
+    first = next(iter(settings.values()))
+    kinds_by_text: dict[str, list[str]] = {}
+    kinds_by_default: dict[str, list[str]] = {}
+    notes: list[str] = []
+    for kind, setting in settings.items():
+        kinds_by_text.setdefault(setting.text, []).append(kind)
+        kinds_by_default.setdefault(setting.default, []).append(kind)
+        notes += setting.notes
+    if len(kinds_by_text) == 1 and not others:
+        text = first.text
+    else:
+        text = "; ".join(f"{', '.join(kinds)}: {t}" for t, kinds in kinds_by_text.items())
+    notes += [
+        f"default of {', '.join(kinds)}: {default or 'none'}"
+        for default, kinds in kinds_by_default.items()
+        if default != first.default
+    ]
+    return Setting(first.key, first.default, text, tuple(dict.fromkeys(notes)))
 
 
 def format_default(info: FieldInfo) -> str:
@@ -69,8 +337,14 @@ def format_default(info: FieldInfo) -> str:
     if info.is_required():
         return ""
     value = info.get_default(call_default_factory=True)
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json")
     if isinstance(value, list):
         value = [item.model_dump() if isinstance(item, BaseModel) else item for item in value]
-    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+    text = yaml.safe_dump(
+        value,
+        default_flow_style=True,
+        sort_keys=False,
+        allow_unicode=True,
+        width=sys.maxsize,
+    )
+    # A document that is a scalar ends with a mark of its own.
+    return text.removesuffix("...\n").strip()

@@ -71,7 +71,7 @@ class LoopPipelineConfig(PipelineConfig):
     """Settings of a run with a loop, whose sections `rollout` and `update` are those of the stages that it repeats."""
 
     nodes: Nodes = 1
-    engine: EngineConfig = VllmEngine()
+    engine: EngineConfig = Field(VllmEngine(), description="what samples completions")
     loop: LoopConfig = LoopConfig()
     if TYPE_CHECKING:  # a pipeline has them, made of its stages' parameters
         rollout: Any

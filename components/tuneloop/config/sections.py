@@ -78,10 +78,18 @@ def list_variants(info: FieldInfo) -> dict[str, type[BaseModel]]:
 def find_section(info: FieldInfo) -> type[BaseModel] | None:
     """Return the class of a field that is a section of one class, perhaps one that may be left out
     (``X | None``); else None."""
+    # The items of a list have keys, too, but `--set` has no name for them.
+    if get_origin(info.annotation) is list:
+        return None
     kinds: tuple[Any, ...] = get_args(info.annotation) or (info.annotation,)
     sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
     scalars = [kind for kind in kinds if kind is not type(None) and kind not in sections]
     return sections[0] if sections and not scalars else None
+
+
+def is_optional(info: FieldInfo) -> bool:
+    """Return whether a section may be null."""
+    return type(None) in get_args(info.annotation)
 
 
 def list_classes(info: FieldInfo) -> list[type[BaseModel]]:
@@ -100,10 +108,14 @@ def find_keys(config: type[BaseModel], key: str, prefix: str = "") -> list[str]:
 
 
 def expand_texts(config: type[BaseModel], values: JsonObject) -> None:
-    """Write out the texts in `values` that stand for sections of which they are the kind."""
+    """Write out the texts in `values` that stand for sections of which they are the kind. A heading
+    of a section below which nothing is set is no value, and goes."""
     for name, info in config.model_fields.items():
         variants = list_variants(info)
         if name not in values or not (variants or find_section(info)):
+            continue
+        if values[name] is None and not is_optional(info):
+            del values[name]
             continue
         if variants:
             values[name] = expand_text(values[name])

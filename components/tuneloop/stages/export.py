@@ -7,8 +7,10 @@ import shutil
 from collections import defaultdict
 from math import prod
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from tuneloop.core.artifacts import Artifact, dump_canonical_json
 from tuneloop.core.component import Input, Results, Stage, component
@@ -20,9 +22,16 @@ from tuneloop.training.checkpoint import DROPPED_SETTINGS, find_state, lora_base
 from tuneloop.weights.gguf import write_gguf
 from tuneloop.weights.layout import preallocate_safetensors, read_header, write_bytes_at
 
+WithAdapter = Annotated[
+    bool, Field(description="write the LoRA adapters alone, too, in a folder adapter/")
+]
+WithGguf = Annotated[bool, Field(description="write model.gguf for llama.cpp, too")]
+
 
 @component("model", image="base", results={"parameters": int})
-def export(stage: Stage, policy: Input, *, adapter: bool = False, gguf: bool = False) -> Results:
+def export(
+    stage: Stage, policy: Input, *, adapter: WithAdapter = False, gguf: WithGguf = False
+) -> Results:
     """Copy a checkpoint's ``model/`` out: the artifact's files are the model directory, nothing around it.
 
     With `adapter` a folder ``adapter/`` has the LoRA adapters alone, with `gguf` ``model.gguf``

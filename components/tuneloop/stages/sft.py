@@ -19,6 +19,7 @@ from tuneloop.training.delegation import (
 )
 from tuneloop.training.held_out import open_held_out_loss
 from tuneloop.training.lengths import fit_corpus
+from tuneloop.training.options import ADAM_BETA2, LEARNING_RATE
 from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ class SftOptions(BackendOptions):
     gradient_accumulation_steps: int = Field(
         1, ge=1, description="a step has batch x this x processes demonstrations"
     )
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: float = Field(1e-3, gt=0, description=LEARNING_RATE)
     warmup_steps: int = Field(20, ge=0, description=WARMUP)
-    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description=ADAM_BETA2)
 
 
 @checkpoint.checkpoint_stage(loss=float, version=int)

@@ -29,7 +29,9 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
 
     r: int = Field(16, ge=1, description="rank of an adapter")
     lora_alpha: float = Field(32.0, gt=0, description="adapters are scaled by lora_alpha / r")
-    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    lora_dropout: float = Field(
+        0.0, ge=0, lt=1, description="dropout before the adapters, in training"
+    )
     target_modules: str | tuple[str, ...] = Field(
         "all-linear",
         description=(

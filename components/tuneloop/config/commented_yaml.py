@@ -1,0 +1,143 @@
+"""A pipeline's settings as YAML with comments: a file to save, edit and give to ``run -c``.
+
+Headings of sections are YAML; each setting is a line that is commented out, with its default. So a
+file as printed changes nothing: a default that follows the base model or the machine goes on to
+follow it. Whoever deletes the ``#`` before a key sets it; its indentation is right then.
+"""
+
+import textwrap
+from collections.abc import Iterator
+
+from tuneloop.config.listing import Section, Setting
+
+FIRST = (
+    "base_model",
+    "data.source",
+    "data.rewards",
+    "sft.learning_rate",
+    "sft.epochs",
+    "sft.max_length",
+    "preference.algorithm.kind",
+    "preference.algorithm.beta",
+    "preference.learning_rate",
+    "preference.epochs",
+    "preference.max_length",
+    "loop.iterations",
+    "loop.target_reward",
+    "rollout.prompts_per_iteration",
+    "rollout.n",
+    "rollout.max_tokens",
+    "rollout.environment",
+    "update.algorithm.kind",
+    "update.algorithm.beta",
+    "update.learning_rate",
+    "engine.kind",
+    "trainer.lora",
+    "cluster.trainer.gpus",
+    "cluster.sampler.gpus",
+    "trainer.per_device_train_batch_size",
+    "trainer.gradient_checkpointing",
+    "trainer.dtype",
+    "evaluate.limit",
+    "processes",
+    "seed",
+    "model.revision",
+    "model.chat_template",
+    "data.train",
+    "data.eval",
+    "data.system",
+    "cluster.images",
+    "cluster.queue",
+    "export.adapter",
+)
+"""The settings that people set first, by rank; a pipeline shows those that it has."""
+FIRST_COUNT = 20
+"""How many of them are at the top."""
+LAST = ("cluster", "kfp")
+"""Sections of the platform, which come after those of the training."""
+INDENT = "  "
+
+
+def format_settings(pipeline: str, described: Section, key: str = "") -> str | None:
+    """Format the settings of a pipeline, or of the section or setting `key` alone.
+
+    Returns:
+        YAML; None where `key` is none of the pipeline's keys.
+    """
+    if not key:
+        lines = [*format_introduction(pipeline, described), *format_all(described)]
+        return "\n".join(lines) + "\n"
+    item = described.find(key)
+    if item is None:
+        return None
+    parents = key.split(".")[:-1]
+    # The headings above make it a part of a file that `run -c` takes.
+    lines = [f"{INDENT * depth}{name}:" for depth, name in enumerate(parents)]
+    lines += format_item(item, len(parents), is_whole=True)
+    return "\n".join(lines) + "\n"
+
+
+def format_introduction(pipeline: str, described: Section) -> Iterator[str]:
+    """Yield the lines at the top: how to use the file, and the settings that people set first."""
+    yield f"# Settings of the pipeline {pipeline}: a file for `tuneloop run {pipeline} -c FILE`."
+    yield "# Each line that begins with `#` and a key shows a default: delete the `#` to set it."
+    yield "# Defaults are the demo's; what a pretrained model has instead is said at the setting."
+    yield "#"
+    yield "# Set first by most people (as in `--set KEY=VALUE`):"
+    settings = {setting.key: setting for setting in described.list_settings()}
+    first = [settings[key] for key in FIRST if key in settings][:FIRST_COUNT]
+    pairs = [f"{setting.key}={setting.default}" for setting in first]
+    width = max(map(len, pairs), default=0)
+    for pair, setting in zip(pairs, first, strict=True):
+        text = textwrap.shorten(setting.text, 100, placeholder=" …")
+        yield f"#   {pair:{width}}  {text}".rstrip()
+
+
+def format_all(described: Section) -> Iterator[str]:
+    """Yield the lines of all settings: those of no section first, those of the platform last."""
+    yield ""
+    for setting in described.settings:
+        yield from format_item(setting, 0)
+    # The order is stable: within each rank it is the configuration's own.
+    for section in sorted(described.sections, key=lambda section: section.name in LAST):
+        yield ""
+        yield from format_item(section, 0)
+
+
+def format_item(
+    item: Setting | Section, depth: int, *, is_inactive: bool = False, is_whole: bool = False
+) -> Iterator[str]:
+    """Yield the lines of a setting, or of a section with all that it has.
+
+    Args:
+        item: the setting or the section.
+        depth: how many sections it is in.
+        is_inactive: whether one of these is left out by default, so that its heading is commented
+            out.
+        is_whole: whether a section that equals another one is written out, too.
+    """
+    margin = INDENT * depth
+    if isinstance(item, Setting):
+        if item.meaning:
+            yield f"{margin}# {item.meaning}"
+        yield f"{margin}#{item.name}: {item.default}".rstrip()
+        return
+    is_inactive = is_inactive or item.optional_default is not None
+    yield f"{margin}# {describe_heading(item)}"
+    yield f"{margin}{'#' if is_inactive else ''}{item.name}:"
+    # The settings of a twin are read there already, unless nothing else is printed.
+    if item.twin and not is_whole:
+        return
+    for inner in item.items:
+        yield from format_item(inner, depth + 1, is_inactive=is_inactive)
+
+
+def describe_heading(section: Section) -> str:
+    """Return the text above a section's heading."""
+    if section.twin:
+        return f"{section.text}; settings and defaults are those of {section.twin}"
+    if section.optional_default is None:
+        return section.text
+    if section.optional_default == "null":
+        return f"{section.text}; left out by default"
+    return f"{section.text}; null leaves it out, and so does a pretrained model by default"
