@@ -88,7 +88,7 @@ class Pipeline:
         try:
             return self.Config(**values)
         except ValidationError as error:
-            raise explain_refusal(self.Config, error) from None
+            raise explain_refusal(self.Config, error, values) from None
 
     def build(self, config: BaseModel) -> JsonObject:
         """Build the Argo Workflow of `config`, as the mapping that its YAML holds."""

@@ -1,41 +1,70 @@
 """What a configuration refuses, in one line that names the setting, its value and what is
 possible."""
 
-from pydantic import BaseModel, ValidationError
+from collections.abc import Mapping
+from typing import Any
 
-from tuneloop.config.sections import KIND, PLUGIN, ChosenKind, Location, find_keys, locate_setting
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from tuneloop.config.engines import Engine
+from tuneloop.config.sections import (
+    KIND,
+    PLUGIN,
+    ChosenKind,
+    Location,
+    find_keys,
+    is_optional,
+    list_classes,
+    list_variants,
+    locate_setting,
+    read_kind,
+)
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError, suggest_name
+from tuneloop.core.json_types import JsonMapping
 
+SERVERS_URL = "--set engine=endpoint --set engine.rollout_endpoint_url=URL"
+REFIT = "--set engine=endpoint --set engine.weights.kind=refit --set engine.weights.fleet=ADDRESS"
 MOVED = {
-    "engine.name": "engine.kind",
-    "engine.pull": "engine.weights: --set engine.weights=pull, or load",
-    "engine.encoding": "engine.weights.encoding",
-    "engine.fleet_has_base": "engine.weights.fleet_has_base",
-    "update.algorithm_args": "update.algorithm: --set update.algorithm.beta=0.05",
-    "preference.algorithm_args": "preference.algorithm: --set preference.algorithm.beta=0.2",
-    "engine.fleet": "engine.weights.fleet, with --set engine.weights=refit",
+    "engine.name": "is now engine.kind",
+    "engine.pull": "is now engine.weights: --set engine.weights=pull, or load",
+    "engine.encoding": "is now engine.weights.encoding",
+    "engine.fleet_has_base": "is now engine.weights.fleet_has_base",
+    "engine.fleet": f"is now engine.weights.fleet: {REFIT}",
+    "engine.url": f"is set for servers of yours: {SERVERS_URL}",
+    "engine.endpoint": f"is a kind of engine: {SERVERS_URL}",
+    "update.algorithm_args": "is now update.algorithm: --set update.algorithm.beta=0.05",
+    "preference.algorithm_args": "is now preference.algorithm: --set preference.algorithm.beta=0.2",
 }
-"""Old key → where it is now, for those that have another name there."""
+"""Key that no section has → where what people mean by it is set."""
+SECTION_ERRORS = ("model_type", "model_attributes_type")
+"""Pydantic's errors for a value in place of a section."""
+UNKNOWN_VARIANT = "unknown; known:"
+"""Begins the refusal of a name that is none of a family's."""
 
 
-def explain_refusal(config: type[BaseModel], error: ValidationError) -> UserError:
+def explain_refusal(
+    config: type[BaseModel], error: ValidationError, values: JsonMapping
+) -> UserError:
     """Explain the first problem of a configuration by its own keys, without the classes that
-    pydantic names beside them."""
+    pydantic names beside them.
+
+    Args:
+        config: the class of the configuration.
+        error: what it raised.
+        values: what it was given.
+    """
     first = error.errors()[0]
     location = locate_setting(config, first["loc"])
     if first["type"] == "union_tag_invalid":
         # Its location is the section, and its value the whole of it.
-        context = first["ctx"]
-        expected = context["expected_tags"].replace("'", "")
-        setting = f"{location.setting}.{KIND}"
-        if setting == "engine.weights.kind" and ":" in context["tag"]:
-            # Before there were kinds, `engine.weights` was the URL of the versions.
-            remedy = "is a kind, load or pull; the URL of versions is engine.weights.url"
-            return UserError(setting, context["tag"], remedy)
-        return UserError(setting, context["tag"], f"unknown; known: {expected}")
+        return explain_unknown_kind(location, first)
     if first["type"] == "extra_forbidden":
-        return explain_unknown_key(config, location, first["input"])
+        return explain_unknown_key(config, location, first["input"], values)
+    if first["type"] in SECTION_ERRORS:
+        return explain_plain_value(location, first["input"])
     if first["type"] == "string_pattern_mismatch" and location.section:
         # The key of a list or of a mapping has no field.
         field = location.section.model_fields.get(location.keys[-1])
@@ -46,31 +75,129 @@ def explain_refusal(config: type[BaseModel], error: ValidationError) -> UserErro
     written = ".".join(str(part) for part in first["loc"] if part != "[key]")
     inner = refusal.field.removeprefix(written)
     setting = location.setting.removesuffix(".[key]")
-    return UserError(f"{setting}{inner}", refusal.value, refusal.remedy)
+    remedy = refusal.remedy
+    if location.chosen and location.keys == (*location.chosen[-1].keys, KIND):
+        remedy = name_kinds_of_section(location.chosen[-1], remedy)
+    return UserError(f"{setting}{inner}", refusal.value, remedy)
 
 
-def explain_unknown_key(config: type[BaseModel], location: Location, value: object) -> UserError:
+def name_kinds_of_section(chosen: ChosenKind, remedy: str) -> str:
+    """Return the remedy for an unknown kind, with the kinds of the section in place of all variants
+    of the family: a stage takes only those of its own objective."""
+    if not remedy.startswith(UNKNOWN_VARIANT):
+        return remedy
+    kinds = sorted(kind for kind in chosen.variants if kind != PLUGIN)
+    return f"{UNKNOWN_VARIANT} {', '.join(kinds)}, or a dotted path pkg.mod:attr"
+
+
+def explain_unknown_kind(location: Location, error: ErrorDetails) -> UserError:
+    """Explain a kind that a section does not have."""
+    context = error["ctx"]
+    kind = context["tag"]
+    expected = context["expected_tags"].replace("'", "")
+    setting = f"{location.setting}.{KIND}"
+    if setting == "engine.weights.kind" and ":" in kind:
+        # Before there were kinds, `engine.weights` was the URL of the versions.
+        remedy = "is a kind, load or pull; the URL of versions is engine.weights.url"
+        return UserError(setting, kind, remedy)
+    for chosen in reversed(location.chosen):
+        name = location.keys[-1]
+        holders = [
+            holder
+            for holder, section in chosen.variants.items()
+            if name in section.model_fields and kind in list_variants(section.model_fields[name])
+        ]
+        if holders:
+            outer = ".".join((*chosen.keys, KIND))
+            remedy = f"is for {outer}={' or '.join(holders)}; of {chosen.kind}: {expected}"
+            return UserError(setting, kind, remedy)
+    return UserError(setting, kind, f"unknown; known: {expected}")
+
+
+def explain_plain_value(location: Location, value: object) -> UserError:
+    """Explain a value in place of a section, with one of its keys as an example."""
+    example = f"{location.setting}.KEY=VALUE"
+    remedy = "is a section: write its keys, as in"
+    info = location.section.model_fields.get(location.keys[-1]) if location.section else None
+    if info is None:
+        return UserError(location.setting, value, f"{remedy} {example}")
+    item = find_example(info)
+    if item:
+        example = f"{location.setting}.{item}"
+    suffix = ", or leave it out with null" if is_optional(info) else ""
+    return UserError(location.setting, value, f"{remedy} {example}{suffix}")
+
+
+def find_example(info: FieldInfo) -> str:
+    """Return ``key=default`` of a section's first setting; empty for a field that is none."""
+    classes = list_classes(info)
+    if not classes:
+        return ""
+    name, field = next(iter(classes[0].model_fields.items()))
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    return f"{name}={default or 'VALUE'}"
+
+
+def explain_unknown_key(
+    config: type[BaseModel], location: Location, value: object, values: JsonMapping
+) -> UserError:
     """Explain a key that a section does not have: it moved, or another kind of the section has it,
     or another section, or it is nearly the name of another."""
-    key = location.keys[-1]
     if location.setting in MOVED:
-        return UserError(location.setting, value, f"is now {MOVED[location.setting]}")
+        return UserError(location.setting, value, MOVED[location.setting])
+    setting, value = find_leaf(location.setting, value)
+    key = location.keys[-1]
     for chosen in reversed(location.chosen):
         path = ".".join(location.keys[len(chosen.keys) :])
         kinds = [
             kind for kind, section in chosen.variants.items() if path in find_keys(section, key)
         ]
+        shipped = [kind for kind in kinds if kind != PLUGIN]
         if kinds:
-            remedy = f"is a setting of kind {' or '.join(kinds)}, not of {describe_kind(chosen)}"
+            holders = " or ".join(shipped) or "your own"
+            remedy = f"is a setting of kind {holders}, not of {describe_kind(chosen, values)}"
             return UserError(location.setting, value, remedy)
-    keys = find_keys(config, key)
-    known = list(location.section.model_fields) if location.section else []
-    remedy = f"did you mean {' or '.join(keys)}?" if keys else suggest_name(key, known)
-    return UserError(location.setting, value, f"unknown key; {remedy}")
+    keys = find_similar_keys(config, setting)
+    section = location.section
+    names = list(section.model_fields) if section else []
+    if keys:
+        remedy = f"unknown key; did you mean {' or '.join(keys)}?"
+    elif setting != location.setting:
+        remedy = f"unknown key; there is no section {location.setting}, only {', '.join(names)}"
+    else:
+        remedy = f"unknown key; {suggest_name(key, names)}"
+    if section and issubclass(section, Engine):
+        remedy += f" (an option of the engine's own: engine.args.{key})"
+    return UserError(setting, value, remedy)
 
 
-def describe_kind(chosen: ChosenKind) -> str:
+def find_leaf(setting: str, value: Any) -> tuple[str, Any]:
+    """Return the first setting below an unknown section, and its value: the user wrote that one."""
+    while isinstance(value, Mapping) and value:
+        key, value = next(iter(value.items()))
+        setting = f"{setting}.{key}"
+    return setting, value
+
+
+def find_similar_keys(config: type[BaseModel], setting: str) -> list[str]:
+    """Return the keys of other sections that end as `setting` does: of ``sft.lora.r`` first those
+    that end with ``lora.r``, and only without any those that end with ``r``."""
+    parts = setting.split(".")
+    keys = find_keys(config, parts[-1])
+    for start in range(len(parts)):
+        suffix = ".".join(parts[start:])
+        similar = [key for key in keys if key == suffix or key.endswith(f".{suffix}")]
+        if similar:
+            return similar
+    return []
+
+
+def describe_kind(chosen: ChosenKind, values: JsonMapping) -> str:
     """Describe the kind of a section with the settings that it has."""
-    name = "a plugin" if chosen.kind == PLUGIN else chosen.kind
+    section: Any = values
+    for key in chosen.keys:
+        section = section.get(key) if isinstance(section, Mapping) else None
+    # The name of somebody else's kind is in what the user wrote alone.
+    name = read_kind(section, chosen.kind) if chosen.kind == PLUGIN else chosen.kind
     settings = [key for key in chosen.variants[chosen.kind].model_fields if key != KIND]
     return f"{name}, which has {', '.join(settings) or 'no settings'}"

@@ -231,7 +231,7 @@ def test_equal_configurations_render_equal_bytes() -> None:
             "reward.reward_weights.exactt",
             "unknown; known: choice, code",
         ),
-        ("sft", "sft.lora.r=4", "sft.lora", "did you mean trainer.lora?"),
+        ("sft", "sft.lora.r=4", "sft.lora.r", "did you mean trainer.lora.r?"),
         ("grpo", "update.dtype=bfloat16", "update.dtype", "did you mean trainer.dtype?"),
         ("sft", "trainer.lora.rank=4", "trainer.lora.rank", "known: r, lora_alpha"),
     ],
@@ -315,7 +315,10 @@ def test_a_text_for_the_section_data_is_its_source(
         (["engine.name=vllm"], "engine.name: 'vllm': is now engine.kind"),
         (["engine.pull=true"], "engine.pull: True: is now engine.weights: --set engine.weights=pu"),
         (["engine.weights=s3://a/b"], "engine.weights.kind: 's3://a/b': is a kind, load or pull;"),
-        (["engine.weights=refit"], "engine.weights.kind: 'refit': unknown; known: load, pull"),
+        (
+            ["engine.weights=refit"],
+            "engine.weights.kind: 'refit': is for engine.kind=endpoint; of vllm: load, pull",
+        ),
         (
             ["engine.weights.encoding=xor"],
             "engine.weights.encoding: 'xor': is a setting of kind pull, not of load, which has no "
@@ -334,11 +337,73 @@ def test_a_text_for_the_section_data_is_its_source(
         ),
         (["engine=7"], "engine: 7: is a section: write its keys"),
         (["engine.args=7"], "engine.args: 7: Input should be a valid dictionary"),
-        (["engine=my.module:open_it", "engine.replicas=2"], "not of a plugin, which has args, wei"),
+        (
+            ["engine=my.module:open_it", "engine.replicas=2"],
+            "not of my.module:open_it, which has args, wei",
+        ),
     ],
 )
 def test_an_engine_has_the_keys_of_its_kind_alone(sets: list[str], message: str) -> None:
     assert message in str(refusal(loading.find_pipeline("grpo"), None, *sets))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "sets", "message"),
+    [
+        (
+            "grpo",
+            ["engine.fleet=http://a:1"],
+            "engine.fleet: 'http://a:1': is now engine.weights.fleet: --set engine=endpoint --set "
+            "engine.weights.kind=refit --set engine.weights.fleet=ADDRESS",
+        ),
+        ("grpo", ["sft.lora.r=8"], "sft.lora.r: 8: unknown key; did you mean trainer.lora.r?"),
+        (
+            "sft_then_grpo",
+            ["sft.lora.r=8"],
+            "sft.lora.r: 8: unknown key; did you mean trainer.lora.r?",
+        ),
+        ("grpo", ["sft.epochs=1"], "sft.epochs: 1: unknown key; there is no section sft, only se"),
+        ("grpo", ["engine.url=http://a"], "--set engine.rollout_endpoint_url=URL"),
+        ("grpo", ["engine.endpoint=http://a"], "--set engine.rollout_endpoint_url=URL"),
+        ("grpo", ["engine.max_model_len=512"], "option of the engine's own: engine.args.max_mode"),
+        ("grpo", ["engine.dtype=half"], "mean trainer.dtype? (an option of the engine's own: engi"),
+        ("grpo", ["engine.replica=2"], "did you mean replicas?"),
+        (
+            "grpo",
+            ["trainer.lora=true"],
+            "trainer.lora: True: is a section: write its keys, as in trainer.lora.r=16, or leave "
+            "it out with null",
+        ),
+        ("grpo", ["cluster.share=true"], "write its keys, as in cluster.share.group=VALUE"),
+        ("grpo", ["loop=3"], "loop: 3: is a section: write its keys, as in loop.iterations=60"),
+        ("grpo", ["engine=[1]"], "engine: [1]: is a section: write its keys, as in engine.kind=vl"),
+        (
+            "grpo",
+            ["update.algorithm=nope"],
+            "update.algorithm.kind: 'nope': unknown; known: cispo, dapo, dr_grpo, grpo, gspo, "
+            "reinforce_plus_plus, rloo, or a dotted path pkg.mod:attr",
+        ),
+        ("dpo", ["preference.algorithm=nope"], "unknown; known: dpo, ipo, kto, or a dotted path"),
+    ],
+)
+def test_a_key_that_is_elsewhere_is_named(pipeline: str, sets: list[str], message: str) -> None:
+    assert message in str(refusal(loading.find_pipeline(pipeline), None, *sets))
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["engine=nope"],
+        ["engine=my.module:open_it", "engine.replicas=2"],
+        ["engine.weights=nope"],
+        ["update.algorithm=nope"],
+        ["update.algorithm.foo=1"],
+        ["update.algorithm.soft_punish_cache=1"],
+        ["engine.nope=1"],
+    ],
+)
+def test_the_class_of_other_kinds_has_no_name(sets: list[str]) -> None:
+    assert "plugin" not in str(refusal(loading.find_pipeline("grpo"), None, *sets))
 
 
 def test_a_text_for_a_section_of_several_kinds_is_its_kind(tmp_path: Path) -> None:
