@@ -34,7 +34,7 @@ Config: Any = PipelineConfig.with_sections(
     model=base_model.settings(without=SET_BY_PIPELINE),
     trainer=TrainerConfig,
     sft=(TUNING | None, TUNING()),
-    reference=reference_logprobs.settings(without=GIVEN | {"mismatched_pairs"}),
+    reference=reference_logprobs.settings(without=GIVEN | {"mismatched_pairs", "max_length"}),
     preference=choose_algorithm(preference.settings(without=GIVEN), Preference),
     evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
     export=export.settings(),
@@ -74,7 +74,12 @@ def stages(config: Config) -> list[StageSpec]:
         ),
         *tuning,
         StageSpec(
-            reference_logprobs, config.reference, trainer=trainer, mismatched_pairs=mismatched
+            reference_logprobs,
+            config.reference,
+            trainer=trainer,
+            mismatched_pairs=mismatched,
+            # What is trained on has to be scored.
+            max_length=config.preference.max_length,
         ),
         StageSpec(preference, config.preference, trainer=trainer, processes=config.processes),
         StageSpec(evaluate, config.evaluate, engine="transformers"),

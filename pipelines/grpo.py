@@ -21,7 +21,7 @@ from tuneloop.algorithms._objective import PolicyGradient
 from tuneloop.cli.pipeline_file import make_builders, render_file
 from tuneloop.config.algorithms import choose_algorithm
 from tuneloop.config.loop import LoopPipelineConfig
-from tuneloop.config.pipeline import SET_BY_PIPELINE
+from tuneloop.config.pipeline import PAIRS, SET_BY_PIPELINE
 from tuneloop.config.trainer import TRAINER_SETTINGS, TrainerConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -33,18 +33,16 @@ from tuneloop.stages.reward import reward
 from tuneloop.stages.rollout import rollout
 from tuneloop.workflow.loop import Graph, Loop, StageSpec, Step
 
-GIVEN = SET_BY_PIPELINE | {"weights", "publish_weights", "weight_encoding"}
-
 Config: Any = LoopPipelineConfig.with_sections(
-    data=data_prep.settings(without=GIVEN, sft=0),
-    model=base_model.settings(without=GIVEN),
-    rollout=rollout.settings(without=GIVEN, max_tokens=8),
+    data=data_prep.settings(without=SET_BY_PIPELINE | PAIRS, sft=0),
+    model=base_model.settings(without=SET_BY_PIPELINE),
+    rollout=rollout.settings(without=SET_BY_PIPELINE, max_tokens=8),
     reward=reward.settings(),
     trainer=TrainerConfig,
     update=choose_algorithm(
-        policy_update.settings(without=GIVEN.union(TRAINER_SETTINGS)), PolicyGradient
+        policy_update.settings(without=SET_BY_PIPELINE.union(TRAINER_SETTINGS)), PolicyGradient
     ),
-    evaluate=evaluate.settings(without=GIVEN, max_tokens=8),
+    evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
     export=export.settings(),
     deploy=(deploy_model.settings() | None, None),
 )

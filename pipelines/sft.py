@@ -6,7 +6,7 @@
 from typing import Any
 
 from tuneloop.cli.pipeline_file import make_builders, render_file
-from tuneloop.config.pipeline import SET_BY_PIPELINE, Nodes, PipelineConfig, Tokenize
+from tuneloop.config.pipeline import PAIRS, SET_BY_PIPELINE, Nodes, PipelineConfig, Tokenize
 from tuneloop.config.trainer import TRAINER_SETTINGS, TrainerConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -19,7 +19,7 @@ from tuneloop.workflow.loop import Graph, StageSpec
 Config: Any = PipelineConfig.with_sections(
     nodes=(Nodes, 1),
     tokenize=(Tokenize, False),
-    data=data_prep.settings(without=SET_BY_PIPELINE),
+    data=data_prep.settings(without=SET_BY_PIPELINE | PAIRS),
     model=base_model.settings(without=SET_BY_PIPELINE),
     trainer=TrainerConfig,
     sft=sft.settings(without=SET_BY_PIPELINE.union(TRAINER_SETTINGS)),

@@ -10,6 +10,7 @@ from typing import Any
 
 from tuneloop.cli.pipeline_file import make_builders, render_file
 from tuneloop.config.loading import load_pipeline
+from tuneloop.config.pipeline import PAIRS, SET_BY_PIPELINE
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.sft import sft
@@ -19,8 +20,8 @@ grpo, tuning = (load_pipeline(name, beside=__file__) for name in ("grpo", "sft")
 
 Config: Any = grpo.Config.with_sections(
     tokenize=(tuning.Tokenize, False),
-    data=data_prep.settings(without=grpo.GIVEN),
-    sft=sft.settings(without=grpo.GIVEN.union(grpo.TRAINER_SETTINGS)),
+    data=data_prep.settings(without=SET_BY_PIPELINE | PAIRS),
+    sft=sft.settings(without=SET_BY_PIPELINE.union(grpo.TRAINER_SETTINGS)),
 )
 
 

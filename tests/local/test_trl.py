@@ -130,7 +130,7 @@ SMALL = [
         "sft.warmup_steps=0",
         "evaluate.limit=8",
     ),
-    *("trainer.per_device_train_batch_size=16", "sft.adam_beta2=0.99"),
+    *("trainer.per_device_train_batch_size=16", "trainer.adam_beta2=0.99"),
 ]
 PAIRS = [
     *(

@@ -114,7 +114,8 @@ def format_item(
         depth: how many sections it is in.
         is_inactive: whether one of these is left out by default, so that its heading is commented
             out.
-        is_whole: whether a section that equals another one is written out, too.
+        is_whole: whether a section is written out that equals another one or is mostly left out,
+            and settings that have their value from another section.
     """
     margin = INDENT * depth
     if isinstance(item, Setting):
@@ -125,11 +126,22 @@ def format_item(
     is_inactive = is_inactive or item.optional_default is not None
     yield f"{margin}# {describe_heading(item)}"
     yield f"{margin}{'#' if is_inactive else ''}{item.name}:"
-    # The settings of a twin are read there already, unless nothing else is printed.
-    if item.twin and not is_whole:
+    if not is_whole and (item.twin or is_rare(item)):
         return
+    inherited = [setting.name for setting in item.settings if setting.origin and not is_whole]
     for inner in item.items:
-        yield from format_item(inner, depth + 1, is_inactive=is_inactive)
+        if inner.name not in inherited:
+            yield from format_item(inner, depth + 1, is_inactive=is_inactive)
+    if inherited:
+        origins = {setting.origin.partition(".")[0]: None for setting in item.settings}
+        names = " and ".join(filter(None, origins))
+        yield f"{margin}{INDENT}# as in {names}, unless set here: {', '.join(inherited)}"
+
+
+def is_rare(section: Section) -> bool:
+    """Return whether most people leave a section out, so that its settings are printed where they
+    are asked for."""
+    return section.optional_default == "null" and section.key not in FIRST
 
 
 def describe_heading(section: Section) -> str:
@@ -139,5 +151,6 @@ def describe_heading(section: Section) -> str:
     if section.optional_default is None:
         return section.text
     if section.optional_default == "null":
-        return f"{section.text}; left out by default"
+        hint = f"; `tuneloop schema PIPELINE {section.key}` prints its settings"
+        return f"{section.text}; left out by default{hint if is_rare(section) else ''}"
     return f"{section.text}; null leaves it out, and so does a pretrained model by default"

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tuneloop.config.followed import PLAIN_SECTIONS, SECTION_SUFFIX
-from tuneloop.config.loop import INHERITED, LoopPipelineConfig
+from tuneloop.config.loop import INHERITED, INHERITED_FROM_REWARD, LoopPipelineConfig
 from tuneloop.config.rules import RULES
 from tuneloop.config.sections import (
     KIND,
@@ -46,12 +46,14 @@ class Setting:
         default: its default as YAML of one line; empty for one that has to be set.
         text: what it means.
         notes: what limits its values, and what its default follows.
+        origin: the key of the setting that it has its value from, unless it is set itself.
     """
 
     key: str
     default: str
     text: str
     notes: tuple[str, ...] = ()
+    origin: str = ""
 
     @property
     def name(self) -> str:
@@ -60,6 +62,8 @@ class Setting:
     @property
     def meaning(self) -> str:
         """The text and the notes in one line."""
+        if self.origin:
+            return f"as {self.origin}, unless it is set here"
         return "; ".join([self.text, *self.notes]) if self.text else "; ".join(self.notes)
 
 
@@ -125,19 +129,24 @@ def describe_settings(config: type[BaseModel]) -> Section:
 
 
 def note_inheritance(item: Setting | Section) -> Setting | Section:
-    """Return the section `evaluate` with a note at what it has from `rollout`; any other as it
-    is."""
+    """Return the section `evaluate` with the origin of what it has from other sections; any other
+    section as it is."""
     if not isinstance(item, Section) or item.key != "evaluate":
         return item
-    items: list[Setting | Section] = []
-    for setting in item.items:
-        if isinstance(setting, Setting) and setting.name in INHERITED:
-            # The text is that of the other section, where it is read already.
-            note = f"as rollout.{setting.name}, unless it is set here"
-            items.append(replace(setting, text=note, notes=()))
-        else:
-            items.append(setting)
+    items = [
+        replace(inner, origin=find_origin(inner.name)) if isinstance(inner, Setting) else inner
+        for inner in item.items
+    ]
     return replace(item, items=tuple(items))
+
+
+def find_origin(name: str) -> str:
+    """Return the key of the setting that `evaluate` has its setting `name` from; empty where it has
+    one of its own."""
+    if name in INHERITED:
+        return f"rollout.{name}"
+    source = INHERITED_FROM_REWARD.get(name)
+    return f"reward.{source}" if source else ""
 
 
 def describe_class(section: type[BaseModel], key: str, text: str = "") -> Section:

@@ -22,6 +22,8 @@ INHERITED = (
     "timeout_s",
 )
 """Settings of `rollout` that `evaluate` has, too, with the same default and the same meaning."""
+INHERITED_FROM_REWARD = {"reward_timeout_s": "timeout_s", "error_budget": "error_budget"}
+"""Setting of `evaluate` → the one of `reward` with the same default and the same meaning."""
 UNREACHED = 1e9
 """The target of a loop that has none: a number, as Argo's and KFP's parameters need one."""
 
@@ -80,18 +82,22 @@ class LoopPipelineConfig(PipelineConfig):
     @model_validator(mode="before")
     @classmethod
     def _inherit_sampling(cls, values: Any) -> Any:
-        """Give `evaluate` what `rollout` sets and it does not, so that a policy is measured as it
-        is trained."""
+        """Give `evaluate` what `rollout` and `reward` set and it does not, so that a policy is
+        measured as it is trained."""
         if not isinstance(values, Mapping) or "evaluate" not in cls.model_fields:
             return values
-        rollout = values.get("rollout")
+        rollout = values.get("rollout", {})
+        reward = values.get("reward", {})
         evaluate = values.get("evaluate", {})
-        if not isinstance(rollout, Mapping) or not isinstance(evaluate, Mapping):
+        if not all(isinstance(section, Mapping) for section in (rollout, reward, evaluate)):
             return values
         inherited = {name: rollout[name] for name in INHERITED if name in rollout}
         if "environment" in evaluate and evaluate["environment"] != rollout.get("environment"):
             # The arguments are those of another environment.
             inherited.pop("environment_args", None)
+        for name, source in INHERITED_FROM_REWARD.items():
+            if source in reward:
+                inherited[name] = reward[source]
         return dict(values) | {"evaluate": inherited | dict(evaluate)}
 
     @property

@@ -8,8 +8,11 @@ from tuneloop.core.errors import UserError
 from tuneloop.workflow.settings import Cluster
 
 SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model"}
-SET_BY_PIPELINE |= {"completion_tokens", "engine_context", "required"}
+SET_BY_PIPELINE |= {"completion_tokens", "engine_context", "required", "expected_world_size"}
+SET_BY_PIPELINE |= {"weights", "publish_weights", "weight_encoding"}
 """Parameters of stages that a pipeline gives: they are in no section of its configuration."""
+PAIRS = {"preference", "preference_eval"}
+"""Parameters of `data_prep` for the pipelines alone that train on pairs."""
 Nodes = Annotated[
     int,
     Field(

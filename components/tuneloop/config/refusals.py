@@ -35,10 +35,19 @@ MOVED = {
     "engine.fleet": f"is now engine.weights.fleet: {REFIT}",
     "engine.url": f"is set for servers of yours: {SERVERS_URL}",
     "engine.endpoint": f"is a kind of engine: {SERVERS_URL}",
+    "data.preference": "is for the pipeline dpo, which trains on pairs",
+    "data.preference_eval": "is for the pipeline dpo, which trains on pairs",
+    "reference.max_length": "is now preference.max_length, for the reference, too",
     "update.algorithm_args": "is now update.algorithm: --set update.algorithm.beta=0.05",
     "preference.algorithm_args": "is now preference.algorithm: --set preference.algorithm.beta=0.2",
 }
 """Key that no section has → where what people mean by it is set."""
+REMOVED = {
+    "expected_world_size": "is the pipeline's own: set processes, and nodes",
+    "publish_weights": "is the pipeline's own: set engine.weights.fleet_has_base",
+    "weight_encoding": "is now engine.weights.encoding",
+}
+"""Key of any section → what a user sets in place of it."""
 SECTION_ERRORS = ("model_type", "model_attributes_type")
 """Pydantic's errors for a value in place of a section."""
 UNKNOWN_VARIANT = "unknown; known:"
@@ -143,8 +152,9 @@ def explain_unknown_key(
 ) -> UserError:
     """Explain a key that a section does not have: it moved, or another kind of the section has it,
     or another section, or it is nearly the name of another."""
-    if location.setting in MOVED:
-        return UserError(location.setting, value, MOVED[location.setting])
+    moved = MOVED.get(location.setting) or REMOVED.get(location.keys[-1])
+    if moved:
+        return UserError(location.setting, value, moved)
     setting, value = find_leaf(location.setting, value)
     key = location.keys[-1]
     for chosen in reversed(location.chosen):

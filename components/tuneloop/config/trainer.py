@@ -1,7 +1,7 @@
 """What describes model and device of all stages that train: the section ``trainer``.
 
-What an optimizer does (learning rate, steps, epochs) differs between stages and stays in their own
-sections. The stages declare these parameters (`tuneloop.training.options`); here they are collected
+How much an optimizer does (learning rate, steps, epochs) differs between stages and stays in their
+own sections. The stages declare these parameters (`tuneloop.training.options`); here they are collected
 once, and a pipeline gives them to its `StageSpec`."""
 
 from typing import Any
@@ -23,6 +23,10 @@ TRAINER_SETTINGS = (
     "cpu_offload",
     "save_dtype",
     "device",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "max_grad_norm",
 )
 """Parameters of stages that train or score with the policy, which the section ``trainer`` has."""
 MICRO_BATCH = Field(
@@ -30,6 +34,12 @@ MICRO_BATCH = Field(
     ge=1,
     description="examples of a stage that a process computes at once; none: 32 demonstrations or "
     "pairs, 128 rollouts",
+)
+ADAM_BETA2 = Field(
+    None,
+    ge=0,
+    lt=1,
+    description="AdamW's decay of the mean of squared gradients; none: 0.95 for sft, 0.99 else",
 )
 
 
@@ -39,6 +49,7 @@ def make_trainer_config() -> Any:
     for name in TRAINER_SETTINGS:
         field = TrainerOptions.model_fields[name]
         fields[name] = (field.annotation, field)
+    fields["adam_beta2"] = (float | None, ADAM_BETA2)
     fields["per_device_train_batch_size"] = (int | None, MICRO_BATCH)
     summary = "Model and device of the stages that train."
     return create_model("trainer_settings", __base__=Params, __doc__=summary, **fields)

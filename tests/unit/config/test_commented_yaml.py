@@ -91,6 +91,23 @@ def test_each_setting_has_one_line_of_text(pipeline: Pipeline) -> None:
             assert not re.search(r"(: |# )(;|$)", above), above
 
 
+@pytest.mark.parametrize(
+    ("name", "limit"), [("sft", 130), ("dpo", 130), ("grpo", 160), ("sft_then_grpo", 172)]
+)
+def test_a_person_can_read_the_settings(name: str, limit: int) -> None:
+    """At most 130 were asked for; the loops are above that, and may not grow."""
+    lines = format_pipeline(find_pipeline(name)).splitlines()
+    assert len(list(filter(SETTING.match, lines))) <= limit
+
+
+def test_what_is_mostly_left_out_is_printed_where_it_is_asked_for() -> None:
+    grpo = find_pipeline("grpo")
+    whole = format_pipeline(grpo)
+    assert "`tuneloop schema PIPELINE cluster.share` prints its settings" in whole
+    assert "runs_per_claim" not in whole
+    assert "    #runs_per_claim: 2\n" in format_pipeline(grpo, "cluster.share")
+
+
 def test_the_settings_that_people_set_first_are_at_the_top(pipeline: Pipeline) -> None:
     head = format_pipeline(pipeline).partition("\n\n")[0].splitlines()
     keys = [line.split()[1].partition("=")[0] for line in head if line.startswith("#   ")]
@@ -128,6 +145,7 @@ def test_a_setting_of_several_kinds_has_the_text_and_the_default_of_each() -> No
 def test_a_default_that_follows_something_says_what() -> None:
     grpo = format_pipeline(find_pipeline("grpo"))
     assert "default for a pretrained model: TRL's" in read_comment(grpo, "learning_rate")
+    assert "  # as in rollout and reward, unless set here: max_tokens, environment, " in grpo
     evaluate = format_pipeline(find_pipeline("grpo"), "evaluate")
     assert read_comment(evaluate, "max_turns") == "# as rollout.max_turns, unless it is set here"
     assert read_comment(format_pipeline(find_pipeline("sft"), "evaluate"), "max_turns") != (

@@ -384,6 +384,15 @@ def test_an_engine_has_the_keys_of_its_kind_alone(sets: list[str], message: str)
             "reinforce_plus_plus, rloo, or a dotted path pkg.mod:attr",
         ),
         ("dpo", ["preference.algorithm=nope"], "unknown; known: dpo, ipo, kto, or a dotted path"),
+        ("sft_then_grpo", ["update.weight_decay=0.1"], "did you mean trainer.weight_decay?"),
+        ("sft", ["sft.adam_beta1=0.8"], "did you mean trainer.adam_beta1?"),
+        ("dpo", ["preference.adam_beta2=0.8"], "did you mean trainer.adam_beta2?"),
+        ("sft", ["sft.max_grad_norm=0"], "did you mean trainer.max_grad_norm?"),
+        ("sft", ["sft.expected_world_size=2"], "is the pipeline's own: set processes, and nodes"),
+        ("grpo", ["data.preference=3"], "is for the pipeline dpo, which trains on pairs"),
+        ("dpo", ["reference.max_length=9"], "is now preference.max_length, for the reference, too"),
+        ("sft", ["model.publish_weights=true"], "set engine.weights.fleet_has_base"),
+        ("sft", ["model.weight_encoding=xor"], "is now engine.weights.encoding"),
     ],
 )
 def test_a_key_that_is_elsewhere_is_named(pipeline: str, sets: list[str], message: str) -> None:
@@ -404,6 +413,41 @@ def test_a_key_that_is_elsewhere_is_named(pipeline: str, sets: list[str], messag
 )
 def test_the_class_of_other_kinds_has_no_name(sets: list[str]) -> None:
     assert "plugin" not in str(refusal(loading.find_pipeline("grpo"), None, *sets))
+
+
+def find_stage(pipeline: str, stage: str, *sets: str) -> Any:
+    """Return the parameters of a stage, as a pipeline gives them."""
+    module: Any = loading.find_pipeline(pipeline)
+    specs = module.module.stages(module.configure(None, sets))
+    (spec,) = [spec for spec in specs if spec.component.name == stage]
+    return spec.component.validate(spec.parameters)
+
+
+def test_the_optimizer_of_all_stages_is_set_once() -> None:
+    sets = ("trainer.weight_decay=0.1", "trainer.max_grad_norm=2")
+    for pipeline, stage in (("sft_then_grpo", "sft"), ("grpo", "policy_update")):
+        parameters = find_stage(pipeline, stage, *sets)
+        assert (parameters.weight_decay, parameters.max_grad_norm) == (0.1, 2.0)
+    # A stage keeps its own default until the setting is there.
+    assert find_stage("sft", "sft").adam_beta2 == 0.95
+    assert find_stage("dpo", "preference").adam_beta2 == 0.99
+    assert find_stage("sft", "sft", "trainer.adam_beta2=0.9").adam_beta2 == 0.9
+
+
+def test_the_reference_scores_what_is_trained_on(smollm2: Path) -> None:
+    model = f"base_model={smollm2}"
+    lengths = {
+        find_stage("dpo", stage, model).max_length for stage in ("reference_logprobs", "preference")
+    }
+    assert len(lengths) == 1 and lengths.pop() > 256
+
+
+def test_an_evaluation_judges_as_the_loop_does() -> None:
+    grpo = loading.find_pipeline("grpo")
+    config: Any = grpo.configure(None, ["reward.timeout_s=30", "reward.error_budget=0.2"])
+    assert (config.evaluate.reward_timeout_s, config.evaluate.error_budget) == (30.0, 0.2)
+    config = grpo.configure(None, ["reward.timeout_s=30", "evaluate.reward_timeout_s=9"])
+    assert config.evaluate.reward_timeout_s == 9.0
 
 
 def test_a_text_for_a_section_of_several_kinds_is_its_kind(tmp_path: Path) -> None:
