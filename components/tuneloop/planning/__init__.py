@@ -1,2 +1,5 @@
-"""What a rendered workflow will need: pods, memory, time, how many iterations a pod should have. Everything is read
-from the workflow and, where there is one, from a run before it; nothing is launched here."""
+"""What a rendered workflow will need: pods, memory, disk, time, and the limits that it would break.
+
+Everything is read from the workflow and, where there is one, from a run before it. Nothing is
+launched here.
+"""

@@ -2,12 +2,12 @@
 
 Module names are read from the headers of the model's safetensors files. transformers renames or
 fuses some modules while it loads them, so only what holds under any such change is refused here.
-The stage that trains asks peft itself."""
+The stage that trains asks peft itself.
+"""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tuneloop.config.model_facts import Model, ModelFacts, read_json
 from tuneloop.core.errors import Corrupt, UserError
@@ -19,10 +19,11 @@ EMBEDDINGS = {"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out", 
 """Modules that no adapter may have: a tied output layer would share an embedding's."""
 PREFIXES = ("", "model.", "transformer.")
 """What transformers may put before the names in a file, as where a base model's weights are loaded
-into a model with an output layer."""
+into a model with an output layer.
+"""
 
 
-def check_target_modules(facts: ModelFacts, setting: str, lora: Any) -> Iterator[UserError]:
+def check_target_modules(facts: ModelFacts, setting: str, lora: object) -> Iterator[UserError]:
     """Find target modules that the model does not have.
 
     Args:
@@ -35,14 +36,15 @@ def check_target_modules(facts: ModelFacts, setting: str, lora: Any) -> Iterator
         return
     modules = list_modules(facts)
     leaves = sorted({module.rpartition(".")[2] for module in modules} - EMBEDDINGS)
+    # Nothing is known of the model, and nothing is refused.
     if not leaves:
         return
     setting = f"{setting}.target_modules"
     # A text is an expression over whole names, an entry of a list the end of a name.
     if isinstance(targets, str):
-        if may_match(targets, modules, is_renamed=is_multimodal(facts.directory)):
-            return
-        yield UserError(setting, targets, explain_expression(targets, leaves))
+        is_renamed = is_multimodal(facts.directory)
+        if not may_match(targets, modules, is_renamed=is_renamed):
+            yield UserError(setting, targets, explain_expression(targets, leaves))
         return
     for target in targets:
         leaf = str(target).rpartition(".")[2]
@@ -53,7 +55,7 @@ def check_target_modules(facts: ModelFacts, setting: str, lora: Any) -> Iterator
             yield UserError(setting, target, remedy)
 
 
-def explain_expression(expression: str, leaves: list[str]) -> str:
+def explain_expression(expression: str, leaves: Sequence[str]) -> str:
     """Say why a text names no module: it is an expression over whole names, not a name."""
     remedy = "is a regular expression that no module's whole name matches"
     if expression in leaves:
@@ -61,22 +63,31 @@ def explain_expression(expression: str, leaves: list[str]) -> str:
     return f"{remedy}, as model.layers.0.self_attn.q_proj; the model has {', '.join(leaves)}"
 
 
-def may_match(expression: str, modules: list[str], *, is_renamed: bool) -> bool:
-    """Return whether a regular expression may match the whole name of a module; `is_renamed`:
-    transformers may know the modules by other names, of which nothing is known."""
+def may_match(expression: str, modules: Sequence[str], *, is_renamed: bool) -> bool:
+    """Return whether a regular expression may match the whole name of a module.
+
+    Args:
+        expression: as peft takes it.
+        modules: by their names in the model's files.
+        is_renamed: transformers may know the modules by names of which nothing is known here.
+    """
     if is_renamed:
         return True
     try:
         pattern = re.compile(expression)
     except re.error:
         return False
+    # peft compares the whole name, as transformers has it.
     return any(pattern.fullmatch(prefix + module) for module in modules for prefix in PREFIXES)
 
 
 def list_modules(facts: ModelFacts) -> list[str]:
-    """List the modules with a matrix of weights, by their names in the model's files; empty where
-    these are not here or cannot be read."""
+    """List the modules with a matrix of weights, by their names in the model's files.
+
+    It is empty where these are not here or cannot be read.
+    """
     if facts.directory is None:
+        # A model that is made here has layers of a known kind, and no files yet.
         linears = facts.shape.linears if isinstance(facts.shape, Model) else {}
         return [f"model.layers.0.mlp.{name}" for name in linears]
     modules: dict[str, None] = {}
@@ -87,6 +98,7 @@ def list_modules(facts: ModelFacts) -> list[str]:
             # Whoever loads the file says so.
             return []
         for name, tensor in tensors.items():
+            # A norm has a weight, too, of one dimension.
             if name.endswith(MATRIX) and len(tensor.shape) > 1:
                 modules[name.rpartition(".")[0]] = None
     return list(modules)

@@ -1,5 +1,10 @@
-"""What a checkpoint takes in the store: ``model/`` in the dtype in which it is saved, and ``trainer/``, the trainer's
-state of what is trained."""
+"""What a checkpoint takes in the store.
+
+``model/`` has all weights, in the dtype in which they are saved. ``trainer/`` has the trainer's
+state of the parameters that are trained, in full precision.
+"""
+
+from dataclasses import dataclass
 
 from tuneloop.argo.memory_estimate import count_adapter_parameters
 from tuneloop.argo.training_memory import STATE_BYTES
@@ -8,25 +13,51 @@ from tuneloop.runs.summary import format_size
 from tuneloop.workflow.plan import StagePlan
 
 
+@dataclass(frozen=True)
+class CheckpointSize:
+    """Bytes of a checkpoint.
+
+    Attributes:
+        width: of a number in ``model/``.
+        model: of ``model/``.
+        state: of ``trainer/``; None: not known, as the number of adapters is not.
+    """
+
+    width: int
+    model: float
+    state: float | None
+
+
+def estimate_checkpoint(stage: StagePlan, model: Model, base_dtype: str | None) -> CheckpointSize:
+    """Estimate the checkpoint that a stage writes.
+
+    Args:
+        stage: trains, or saves a model.
+        model: the base model.
+        base_dtype: that the base model is saved in; None: not known.
+    """
+    adapters = count_adapter_parameters(stage, model)
+    state: float | None = None
+    if adapters is not None:
+        # Without adapters all parameters are trained.
+        state = float((adapters or model.parameters) * STATE_BYTES)
+    width = choose_width(stage, base_dtype)
+    return CheckpointSize(
+        width=width,
+        model=float(model.parameters * width),
+        state=state,
+    )
+
+
 def choose_width(stage: StagePlan, base_dtype: str | None) -> int:
-    """Return the bytes a number of ``model/``: of `save_dtype`, by default the dtype that the base model has."""
+    """Return the bytes of a number in ``model/``: those of `save_dtype`, by default of the base
+    model's dtype.
+    """
     dtype = stage.parameters.get("save_dtype", "auto")
     if dtype == "auto":
+        # The dtype of a model that is not here, in which most are published.
         dtype = base_dtype or "bfloat16"
     return 4 if dtype == "float32" else 2
-
-
-def count_served_bytes(stage: StagePlan, model: Model, base_dtype: str | None) -> float:
-    """Return the bytes of a stage's ``model/``."""
-    return float(model.parameters * choose_width(stage, base_dtype))
-
-
-def count_state_bytes(stage: StagePlan, model: Model) -> float | None:
-    """Return the bytes of a stage's trainer's state; None where the number of its adapters is not known."""
-    adapters = count_adapter_parameters(stage, model)
-    if adapters is None:
-        return None
-    return float((adapters or model.parameters) * STATE_BYTES)
 
 
 def describe_checkpoint(stage: StagePlan, model: Model | str, base_dtype: str | None) -> str:
@@ -39,16 +70,21 @@ def describe_checkpoint(stage: StagePlan, model: Model | str, base_dtype: str | 
     """
     if not isinstance(model, Model):
         return "not estimated"
-    served = count_served_bytes(stage, model, base_dtype)
-    width = choose_width(stage, base_dtype)
-    text = f"model/ {model.parameters:,} × {width} = {format_size(served)}"
-    state = count_state_bytes(stage, model)
-    if state is None:
+    size = estimate_checkpoint(stage, model, base_dtype)
+    served = format_size(size.model)
+    text = f"model/ {model.parameters:,} × {size.width} = {served}"
+    if size.state is None:
         return f"{text}, trainer/ not estimated"
-    trained = state / STATE_BYTES
-    text += f", trainer/ {trained:,.0f} × {STATE_BYTES} = {format_size(state)}"
+    trained = size.state / STATE_BYTES
+    state = format_size(size.state)
+    text += f", trainer/ {trained:,.0f} × {STATE_BYTES} = {state}"
     every = int(stage.number("state_every") or 1)
     if every == 1:
-        return f"{text}, with both {format_size(served + state)}"
-    mean = format_size(served + state / every)
-    return f"{text} each {every} iterations: {mean} an iteration; a new process replays at most {every - 1} updates"
+        total = format_size(size.model + size.state)
+        return f"{text}, with both {total}"
+    # Between two states an iteration writes a model alone, which is replayed from after a restart.
+    mean = format_size(size.model + size.state / every)
+    return (
+        f"{text} each {every} iterations: {mean} an iteration; "
+        f"a new process replays at most {every - 1} updates"
+    )

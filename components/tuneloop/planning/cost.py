@@ -5,22 +5,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tuneloop.core.json_types import JsonMapping
-from tuneloop.planning.counts import Counts, count_runs
-from tuneloop.planning.plan import find_process
+from tuneloop.planning.pods import PlannedPods, list_planned_pods
 from tuneloop.runs.run_record import Run
-from tuneloop.workflow.plan import RunPlan, ServerPlan, StagePlan, read_plan
+from tuneloop.workflow.plan import ServerPlan, StagePlan, read_plan
 
 REQUEUE_S = 10.0
-"""Seconds between two pods that follow one another: Argo looks at a workflow again so long after a pod has ended (its
-controller's ``DEFAULT_REQUEUE_TIME``, which an admin may lower; measured on Argo 3.7.6)."""
+"""Seconds between two pods that follow one another.
+
+Argo looks at a workflow again so long after a pod has ended. It is its controller's
+``DEFAULT_REQUEUE_TIME``, which an admin may lower; measured on Argo 3.7.6.
+"""
 
 
 def read_seconds(run: Run) -> dict[str, float]:
     """Return stage → the median of the seconds that it took in `run`."""
     seconds: dict[str, list[float]] = {}
     for entry in run.entries:
-        seconds.setdefault(entry.manifest.stage.replace("_", "-"), []).append(entry.seconds)
-    return {stage: statistics.median(took) for stage, took in seconds.items()}
+        # A plan names stages by their templates.
+        template = entry.manifest.stage.replace("_", "-")
+        seconds.setdefault(template, []).append(entry.seconds)
+    return {stage: statistics.median(samples) for stage, samples in seconds.items()}
 
 
 @dataclass
@@ -42,21 +46,24 @@ class Usage:
     unknown_devices: list[str] = field(default_factory=list)
 
 
-def compute_usage(plan: RunPlan, counts: Counts, seconds: Mapping[str, float]) -> Usage:
+def compute_usage(pods: PlannedPods, seconds: Mapping[str, float]) -> Usage:
     """Add up the `seconds` of stages, by their templates."""
-    usage = Usage(total_s=REQUEUE_S * counts.total)
+    usage = Usage(total_s=REQUEUE_S * pods.counts.total)
     server_devices = 0
-    for name, count in counts.stages.items():
-        pod = find_process(plan, name)
+    for name, pod in pods.by_template.items():
+        devices = pod.resources.accelerators
         if isinstance(pod, ServerPlan):
-            server_devices += pod.resources.accelerators * pod.replicas
+            server_devices += devices * pod.replicas
         if not isinstance(pod, StagePlan):
             continue
-        devices = pod.resources.accelerators * pod.nodes
+        devices *= pod.nodes
+        count = pods.counts.stages[name]
+        # A JobSet runs under another name than its stage.
         stage_s = seconds.get(pod.template)
         if stage_s:
-            usage.total_s += count * stage_s
-            usage.device_s += count * stage_s * devices
+            work_s = count * stage_s
+            usage.total_s += work_s
+            usage.device_s += work_s * devices
             usage.terms.append(f"{name} {count} × {stage_s:.3g} s")
             continue
         usage.unknown.append(name)
@@ -71,7 +78,7 @@ def estimate_cost(
     workflow: JsonMapping,
     seconds: Mapping[str, float],
     bound: str,
-    how: str,
+    source: str,
     price: float | None,
 ) -> Iterator[str]:
     """Yield the lines that state a workflow's hours, and their cost.
@@ -80,23 +87,30 @@ def estimate_cost(
         workflow: as it is rendered.
         seconds: of each stage, by its template.
         bound: ``at most`` or ``about``.
-        how: how the seconds came about.
+        source: where the seconds come from, in words.
         price: of an accelerator hour; None: the cost is left out.
+
+    Raises:
+        UserError: the workflow carries no plan.
     """
-    plan = read_plan(workflow)
-    counts = count_runs(workflow, plan)
-    usage = compute_usage(plan, counts, seconds)
-    without = ""
+    pods = list_planned_pods(workflow, read_plan(workflow))
+    usage = compute_usage(pods, seconds)
+    hours = usage.total_s / 3600
+    line = f"hours: {bound} {hours:.3g}, {source}, one stage after another: "
+    line += ", ".join(usage.terms)
     if usage.unknown:
-        without = f", without {', '.join(usage.unknown)}, of which it says nothing"
-    hours = f"hours: {bound} {usage.total_s / 3600:.3g}, {how}, one stage after another"
-    yield f"{hours}: {', '.join(usage.terms)}{without}"
-    pause = f"{REQUEUE_S:g} s for each of at most {counts.total} pods"
+        unknown = ", ".join(usage.unknown)
+        line += f", without {unknown}, of which it says nothing"
+    yield line
+    pause = f"{REQUEUE_S:g} s for each of at most {pods.counts.total} pods"
     yield f"  of these {pause}, until Argo looks at the workflow again"
     device_hours = usage.device_s / 3600
-    text = f"accelerator hours: {bound} {device_hours:.3g}"
+    line = f"accelerator hours: {bound} {device_hours:.3g}"
     if price is not None:
-        text += f" × {price:g} = {device_hours * price:.4g}"
+        cost = device_hours * price
+        line += f" × {price:g} = {cost:.4g}"
+    # An unknown stage without accelerators does not change the price.
     if usage.unknown_devices:
-        text += f", without {', '.join(usage.unknown_devices)}"
-    yield text
+        unknown = ", ".join(usage.unknown_devices)
+        line += f", without {unknown}"
+    yield line

@@ -1,9 +1,13 @@
-"""How often the templates of a workflow run at most: from its graph, and from how its plan divides the loop among pods.
+"""How often the templates of a workflow run at most.
 
-Counts are upper bounds where the graph decides while it runs (``when``, loops that may stop early)."""
+This follows from the workflow's graph, and from how its plan divides the loop among pods. Counts
+are upper bounds where the graph decides while it runs (``when``, loops that may stop early).
+"""
 
+import math
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tuneloop.argo.claims import TAKE
 from tuneloop.core.json_types import JsonMapping
@@ -15,8 +19,9 @@ UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
-class Counts:
-    """How often the templates of a workflow run at most, without retries, in the order of the graph.
+class RunCounts:
+    """How often the templates of a workflow run at most, without retries, in the order of the
+    graph.
 
     Attributes:
         pods: template → pods.
@@ -24,8 +29,8 @@ class Counts:
         iteration_pods: how many pods run iterations.
     """
 
-    pods: Counter[str] = field(default_factory=Counter)
-    stages: Counter[str] = field(default_factory=Counter)
+    pods: Counter[str]
+    stages: Counter[str]
     iteration_pods: int = 0
 
     @property
@@ -34,15 +39,16 @@ class Counts:
         return self.pods.total()
 
 
-def count_runs(workflow: JsonMapping, plan: RunPlan) -> Counts:
+def count_runs(workflow: JsonMapping, plan: RunPlan) -> RunCounts:
     """Count the pods and the stages of a workflow that carries this plan."""
     pods = count_pods(workflow)
     loop = plan.loop
     if not loop or not loop.pod:
-        return Counts(pods, pods)
+        return RunCounts(pods, pods)
     iterations = count_iterations(workflow)
     template = loop.pod.template
     stages: Counter[str] = Counter()
+    # Counters keep the order in which keys come: the stages stand where their pod does.
     for name, count in pods.items():
         if name != template:
             stages[name] += count
@@ -51,39 +57,57 @@ def count_runs(workflow: JsonMapping, plan: RunPlan) -> Counts:
             stages[stage] += iterations
         if loop.evaluate_every:
             stages[loop.check.stage] += iterations // loop.evaluate_every
-    pods[template] = count_iteration_pods(loop, iterations)
-    return Counts(pods, stages, pods[template])
+    iteration_pods = count_iteration_pods(loop, iterations)
+    pods[template] = iteration_pods
+    return RunCounts(
+        pods=pods,
+        stages=stages,
+        iteration_pods=iteration_pods,
+    )
 
 
 def count_iteration_pods(loop: LoopPlan, iterations: int) -> int:
-    """Count the pods that run so many iterations; one that decides this itself runs at least one."""
+    """Count the pods that run so many iterations; one that decides this itself runs at least
+    one.
+    """
     if loop.iterations_per_pod == "auto":
         return iterations
-    return -(-iterations // loop.iterations_per_pod)
+    return math.ceil(iterations / loop.iterations_per_pod)
 
 
 def count_pods(workflow: JsonMapping) -> Counter[str]:
     """Count template → pods, as if each pod of iterations ran one."""
-    templates = {template["name"]: template for template in workflow["spec"]["templates"]}
+    templates = index_templates(workflow)
     iterations = count_iterations(workflow)
     counts: Counter[str] = Counter()
 
-    def count(name: str, times: int, above: tuple[str, ...]) -> None:
-        tasks = list_calls(templates[name])
-        if not tasks:
+    def add_calls(name: str, times: int, callers: Sequence[str]) -> None:
+        """Add the pods of a template that runs so many times, called by the graphs `callers`."""
+        calls = list_calls(templates[name])
+        if not calls:
             counts[name] += times
             return
-        again = next((task for task in tasks if task.get("template") == name), {})
-        rounds = iterations if again else 1
-        for task in tasks:
-            if task["template"] in (*above, name):
+        rounds = 1
+        condition: str | None = None
+        for call in calls:
+            # A graph that calls itself is a loop, and goes on by this condition.
+            if call.get("template") == name:
+                rounds = iterations
+                condition = call.get("when")
+        graphs = [*callers, name]
+        for call in calls:
+            target = call["template"]
+            if target in graphs:
                 continue
-            # What has the condition of the next round belongs to it, and the last round has no next one.
-            is_ahead = "when" in again and task.get("when") == again["when"]
-            count(task["template"], times * (rounds - is_ahead), (*above, name))
+            call_times = times * rounds
+            if condition and call.get("when") == condition:
+                # It belongs to the next round, and the last round has no next one.
+                call_times -= times
+            add_calls(target, call_times, graphs)
 
-    count(workflow["spec"]["entrypoint"], 1, ())
-    workflows = -(-iterations // read_parameter(workflow, "per-workflow", UNLIMITED))
+    add_calls(workflow["spec"]["entrypoint"], 1, [])
+    # A long loop continues in further workflows, which start their servers and claims anew.
+    workflows = math.ceil(iterations / read_parameter(workflow, "per-workflow", UNLIMITED))
     for name in counts:
         template = templates[name]
         command = template.get("container", {}).get("command", ())
@@ -95,7 +119,13 @@ def count_pods(workflow: JsonMapping) -> Counter[str]:
     handler = workflow["spec"].get("onExit")
     if handler:
         counts[handler] = workflows
+    # The sign drops what runs zero times.
     return +counts
+
+
+def index_templates(workflow: JsonMapping) -> dict[str, JsonMapping]:
+    """Return the templates of a workflow by name."""
+    return {template["name"]: template for template in workflow["spec"]["templates"]}
 
 
 def count_iterations(workflow: JsonMapping) -> int:

@@ -2,22 +2,17 @@
 devices.
 
 `find_limits` is the one list of checks, which `plan`, `lint`, `run` and `submit` share. Everything
-is read from the rendered workflow and from the model's files; nothing is loaded."""
+is read from the rendered workflow and from the model's files; nothing is loaded.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from tuneloop.argo.colocation import parse_resource_quantity
-from tuneloop.argo.memory_estimate import (
-    Part,
-    compute_memory_request,
-    context_of,
-    estimate_memory_parts,
-    facts_of,
-)
+from tuneloop.argo.memory_estimate import Part, compute_memory_request, estimate_memory_parts
 from tuneloop.config.followed import SECTION_SUFFIX
 from tuneloop.config.machine import Machine, describe_pods
 from tuneloop.config.model_facts import Model, ModelFacts
@@ -33,7 +28,8 @@ from tuneloop.formats.adapter_files import AdapterFiles, is_path, read_adapter
 from tuneloop.formats.model_files import list_missing_parts
 from tuneloop.formats.template_settings import read_template
 from tuneloop.planning.adapters import check_target_modules
-from tuneloop.planning.plan import list_running_pods
+from tuneloop.planning.plan import describe_parts
+from tuneloop.planning.pods import PlannedPods, list_planned_pods
 from tuneloop.planning.warmup import find_long_warmup
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import TINY, base_model
@@ -46,10 +42,12 @@ LARGEST_NODE = 8 << 40
 """Bytes of memory that no node has: a pod that needs more is never scheduled."""
 GPU_SHARE = 0.95
 """The part of an accelerator's memory that programs can use: the driver and CUDA's context have the
-rest."""
+rest.
+"""
 SHARED_UTILIZATION = 0.6
-"""The largest `gpu_memory_utilization` of a vLLM that leaves a trainer on the same GPU some
-room."""
+"""The largest `gpu_memory_utilization` of a vLLM that leaves a trainer on the same GPU some room."""
+UTILIZATION = 0.9
+"""vLLM's own default of `gpu_memory_utilization`."""
 
 
 @dataclass(frozen=True)
@@ -67,24 +65,25 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What the checks read: the settings, the stages and servers that run, the model and what it
-    all runs on."""
+class CheckedRun:
+    """What the checks read.
+
+    Attributes:
+        settings: the pipeline's configuration.
+        pods: the stages and servers that run.
+        facts: what is known of the base model.
+        machine: what it all runs on.
+    """
 
     settings: BaseModel
-    stages: list[StagePlan]
-    servers: list[ServerPlan]
+    pods: PlannedPods
     facts: ModelFacts
     machine: Machine
 
-    @property
-    def pods(self) -> list[PodPlan]:
-        """The stages and the servers."""
-        return [*self.stages, *self.servers]
-
     def name_setting(self, stage: StagePlan, parameter: str) -> str:
         """Return the setting of a stage's parameter: its section's, where the configuration has
-        one."""
+        one.
+        """
         component = stage.component
         name = component.name if component else stage.template
         field = parameter.partition(".")[0]
@@ -92,8 +91,8 @@ class Subject:
         for owner in (name, "trainer"):
             for section, info in type(self.settings).model_fields.items():
                 for section_class in list_classes(info):
-                    is_wanted = section_class.__name__ == f"{owner}{SECTION_SUFFIX}"
-                    if is_wanted and field in section_class.model_fields:
+                    is_owners = section_class.__name__ == f"{owner}{SECTION_SUFFIX}"
+                    if is_owners and field in section_class.model_fields:
                         return f"{section}.{parameter}"
         return f"{name}.{parameter}"
 
@@ -106,18 +105,24 @@ def find_limits(settings: BaseModel, workflow: JsonMapping, machine: Machine) ->
     plan = find_plan(workflow)
     if plan is None:
         return []
-    pods = list_running_pods(workflow, plan).values()
-    stages = [pod for pod in pods if isinstance(pod, StagePlan)]
-    servers = [pod for pod in pods if isinstance(pod, ServerPlan)]
-    facts = facts_of(stages)
-    if facts is None:
+    pods = list_planned_pods(workflow, plan)
+    if pods.facts is None:
         return []
-    subject = Subject(settings, stages, servers, facts, machine)
+    run = CheckedRun(
+        settings=settings,
+        pods=pods,
+        facts=pods.facts,
+        machine=machine,
+    )
     # Stages that have a setting in common break it in the same line.
     limits: dict[str, Limit] = {}
     for check in CHECKS:
-        for limit in check(subject):
-            limits.setdefault(str(limit.error), limit)
+        for error in check(run):
+            limits.setdefault(str(error), Limit(error))
+    for error in check_memory(run):
+        limits.setdefault(str(error), Limit(error, is_estimate=True))
+    for error in check_warmup(run):
+        limits.setdefault(str(error), Limit(error, is_note=True))
     return list(limits.values())
 
 
@@ -127,64 +132,66 @@ def read_pods(settings: BaseModel) -> Machine:
     return describe_pods(cluster.model_dump() if isinstance(cluster, BaseModel) else {})
 
 
-def check_base_model(subject: Subject) -> Iterator[Limit]:
-    """Find a base model that is neither a complete directory here nor a name on the hub. What pods
-    see is not known."""
-    name = subject.facts.name
-    if subject.machine.is_cluster or name in TINY:
+def check_base_model(run: CheckedRun) -> Iterator[UserError]:
+    """Find a base model that is neither a complete directory here nor a name on the hub."""
+    name = run.facts.name
+    # Which directories pods see is not known.
+    if run.machine.is_cluster or name in TINY:
         return
-    adapter = read_adapter(Path(name)) if Path(name).is_dir() else None
+    directory = Path(name)
+    if not directory.is_dir():
+        if is_path(name):
+            remedy = "is not a directory here; name one, or a model of the hub"
+            yield UserError("base_model", name, remedy)
+        return
+    adapter = read_adapter(directory)
     if adapter is not None:
-        yield from check_adapter_base(subject, adapter)
+        yield from check_adapter_base(run, adapter)
         return
-    if Path(name).is_dir():
-        for remedy in list_missing_parts(Path(name)):
-            yield Limit(UserError("base_model", name, remedy))
-        return
-    if is_path(name):
-        remedy = "is not a directory here; name one, or a model of the hub"
-        yield Limit(UserError("base_model", name, remedy))
+    for remedy in list_missing_parts(directory):
+        yield UserError("base_model", name, remedy)
 
 
-def check_adapter_base(subject: Subject, adapter: AdapterFiles) -> Iterator[Limit]:
+def check_adapter_base(run: CheckedRun, adapter: AdapterFiles) -> Iterator[UserError]:
     """Find adapters as a base model that name no model, or a directory that is not here."""
-    stage = next(stage for stage in subject.stages if stage.component is base_model)
+    (stage, *_) = run.pods.list_stages_of(base_model)
     try:
-        adapter.choose_base(subject.facts.name, stage.parameters.get("adapter_base"))
+        adapter.choose_base(run.facts.name, stage.parameters.get("adapter_base"))
     except UserError as error:
-        yield Limit(error)
+        yield error
 
 
-def check_adapters(subject: Subject) -> Iterator[Limit]:
+def check_adapters(run: CheckedRun) -> Iterator[UserError]:
     """Find adapters for modules that the model does not have, where its files are here."""
-    for stage in subject.stages:
-        setting = subject.name_setting(stage, "lora")
-        for error in check_target_modules(subject.facts, setting, stage.parameters.get("lora")):
-            yield Limit(error)
+    for stage in run.pods.stages:
+        lora = stage.parameters.get("lora")
+        setting = run.name_setting(stage, "lora")
+        yield from check_target_modules(run.facts, setting, lora)
 
 
-def check_conversations(subject: Subject) -> Iterator[Limit]:
-    """Find choices of how conversations are learned that a trainer of another backend does not
-    know: it reads their text, and not the rows that tuneloop makes of them."""
-    if not any(stage.component is sft and is_delegated(stage) for stage in subject.stages):
+def check_conversations(run: CheckedRun) -> Iterator[UserError]:
+    """Find choices of how conversations are learned that a trainer of another backend ignores.
+
+    Such a trainer reads the text of conversations, and not the rows that tuneloop makes of them.
+    """
+    delegated = [stage for stage in run.pods.list_stages_of(sft) if is_delegated(stage)]
+    if not delegated:
         return
-    for stage in subject.stages:
-        if stage.component is not data_prep:
-            continue
+    for stage in run.pods.list_stages_of(data_prep):
         # Rows of single turns exist only as tokens, which other backends do not read.
         for name, default in CONVERSATION_CHOICES.items():
             value = stage.parameters.get(name, default)
             if value != default:
+                setting = run.name_setting(stage, name)
                 remedy = explain_undelegated(name, default)
-                yield Limit(UserError(subject.name_setting(stage, name), value, remedy))
+                yield UserError(setting, value, remedy)
 
 
-def check_warmup(subject: Subject) -> Iterator[Limit]:
+def check_warmup(run: CheckedRun) -> Iterator[UserError]:
     """Find warm-ups that last as long as the training."""
-    for stage in subject.stages:
-        section = subject.name_setting(stage, "warmup_steps").rpartition(".")[0]
-        for error in find_long_warmup(stage.parameters, section):
-            yield Limit(error, is_note=True)
+    for stage in run.pods.stages:
+        section = run.name_setting(stage, "warmup_steps").rpartition(".")[0]
+        yield from find_long_warmup(stage.parameters, section)
 
 
 def is_delegated(stage: StagePlan) -> bool:
@@ -192,35 +199,34 @@ def is_delegated(stage: StagePlan) -> bool:
     return stage.backend != NATIVE
 
 
-def check_chat_template(subject: Subject) -> Iterator[Limit]:
-    """Find a file of a chat template that cannot be read on this machine; what pods see is not
-    known."""
-    if subject.machine.is_cluster:
+def check_chat_template(run: CheckedRun) -> Iterator[UserError]:
+    """Find a file of a chat template that cannot be read on this machine."""
+    # Which files pods see is not known.
+    if run.machine.is_cluster:
         return
-    for stage in subject.stages:
+    for stage in run.pods.list_stages_of(base_model):
         file = stage.parameters.get("chat_template")
-        if stage.component is not base_model or file is None:
+        if file is None:
             continue
         try:
             read_template(file)
         except UserError as error:
-            yield Limit(error)
+            yield error
 
 
-def check_data_files(subject: Subject) -> Iterator[Limit]:
-    """Find files of the data that are not on this machine; what pods see is not known."""
-    if subject.machine.is_cluster:
+def check_data_files(run: CheckedRun) -> Iterator[UserError]:
+    """Find files of the data that are not on this machine."""
+    # Which files pods see is not known.
+    if run.machine.is_cluster:
         return
-    for stage in subject.stages:
-        if stage.component is not data_prep:
-            continue
+    for stage in run.pods.list_stages_of(data_prep):
         for source in list_data_sources(stage):
-            setting = subject.name_setting(stage, source.setting)
+            setting = run.name_setting(stage, source.setting)
             for address in source.addresses:
                 yield from check_data_address(setting, address, source.split)
 
 
-def check_data_address(setting: str, address: str, split: str) -> Iterator[Limit]:
+def check_data_address(setting: str, address: str, split: str) -> Iterator[UserError]:
     """Find files that an address on this machine names, and that are not there."""
     # What `save_to_disk` wrote has its splits in itself, not in the names of its files.
     if is_on_hub(address) or local_path(address) is None or is_saved(address):
@@ -228,125 +234,153 @@ def check_data_address(setting: str, address: str, split: str) -> Iterator[Limit
     try:
         files = list_files(address, split)
     except UserError as error:
-        yield Limit(UserError(setting, address, error.remedy))
+        # The reader names its argument; the user knows the setting.
+        yield UserError(setting, address, error.remedy)
         return
     for file in files:
         if not Path(file).expanduser().exists():
-            yield Limit(UserError(setting, file, "no such file here"))
+            yield UserError(setting, file, "no such file here")
 
 
 def list_data_sources(stage: StagePlan) -> list[TableSource]:
     """List what `data_prep` reads tables from, as it opens them."""
     source = stage.parameters.get("source", "")
     mixture = stage.parameters.get("mixture")
-    arguments = {**stage.parameters.get("source_args", {}), "mixture": mixture}
+    arguments = dict(stage.parameters.get("source_args", {}))
+    arguments["mixture"] = mixture
     if mixture or source == FILES:
         return list_sources(arguments)
     if not source or is_source_name(source):
         return []
-    sources = list_sources({**arguments, "path": source})
-    return [
-        replace(table, setting="source") if table.setting == "source_args.path" else table
-        for table in sources
-    ]
+    # An address as the source is short for the source `files` with this path.
+    arguments["path"] = source
+    tables: list[TableSource] = []
+    for table in list_sources(arguments):
+        is_path_itself = table.setting == "source_args.path"
+        tables.append(replace(table, setting="source") if is_path_itself else table)
+    return tables
 
 
-def check_context(subject: Subject) -> Iterator[Limit]:
-    """Find completions that leave no room for a prompt in the engine's context, and a context above
-    the model's."""
-    model_context = subject.facts.context
-    stated = context_of(subject.pods)
-    if model_context and stated and stated > model_context:
-        remedy = (
-            f"is more than the context of {subject.facts.name}: set it to at most {model_context}"
-        )
-        yield Limit(UserError("engine.args.max_model_len", stated, remedy))
-    samplers = [stage for stage in subject.stages if stage.role == "sampler"]
-    evaluators = [stage for stage in subject.stages if stage.role == "evaluator"]
+def check_context(run: CheckedRun) -> Iterator[UserError]:
+    """Find an engine's context above the model's, and completions that leave no room for a
+    prompt.
+    """
+    context = run.facts.context
+    stated = run.pods.context
+    if context and stated and stated > context:
+        remedy = explain_context(run.facts)
+        yield UserError("engine.args.max_model_len", stated, remedy)
     refused: set[float] = set()
-    for stage in samplers + evaluators:
+    for stage in run.pods.list_role("sampler") + run.pods.list_role("evaluator"):
         tokens = stage.number("max_tokens")
         # An evaluation follows the sampler: one line is enough for both.
         if tokens is None or tokens in refused:
             continue
-        engine = stage.engine_args.get("max_model_len")
-        limits = {"the model's context": model_context, "engine.args.max_model_len": engine}
-        contexts = {name: int(limit) for name, limit in limits.items() if limit}
-        name = min(contexts, key=lambda limit: contexts[limit], default=None)
-        if name and tokens >= contexts[name]:
+        setting = run.name_setting(stage, "max_tokens")
+        engine_context = stage.engine_args.get("max_model_len")
+        error = check_prompt_room(setting, tokens, context, engine_context)
+        if error:
             refused.add(tokens)
-            remedy = f"leaves no room for a prompt in {name} ({contexts[name]}): lower it"
-            remedy += "" if name == "the model's context" else ", or raise that"
-            setting = subject.name_setting(stage, "max_tokens")
-            yield Limit(UserError(setting, int(tokens), remedy))
+            yield error
 
 
-def check_training_length(subject: Subject) -> Iterator[Limit]:
-    """Find sequences of a trainer that are longer than the context of a pretrained model. Those of
-    a tiny one are the demo's, whatever its context is."""
-    model_context = subject.facts.context
-    if not model_context or subject.facts.is_demo:
+def check_prompt_room(
+    setting: str,
+    tokens: float,
+    model_context: int | None,
+    engine_context: int | None,
+) -> UserError | None:
+    """Return the error of completions that leave no room for a prompt; None where they do.
+
+    Args:
+        setting: that limits the tokens of a completion.
+        tokens: its value.
+        model_context: the most tokens that the model takes; None: not known.
+        engine_context: the engine's own limit; None: it has none.
+    """
+    # The model's own limit is named where both are equal: it is the one that cannot be raised.
+    if model_context and (not engine_context or model_context <= int(engine_context)):
+        remedy = f"leaves no room for a prompt in the model's context ({model_context}): lower it"
+        limit = model_context
+    elif engine_context:
+        limit = int(engine_context)
+        remedy = f"leaves no room for a prompt in engine.args.max_model_len ({limit}): "
+        remedy += "lower it, or raise that"
+    else:
+        return None
+    return UserError(setting, int(tokens), remedy) if tokens >= limit else None
+
+
+def explain_context(facts: ModelFacts) -> str:
+    """Say what to do about a length that is more than the model's context."""
+    return f"is more than the context of {facts.name}: set it to at most {facts.context}"
+
+
+def check_training_length(run: CheckedRun) -> Iterator[UserError]:
+    """Find sequences of a trainer that are longer than the context of a pretrained model."""
+    context = run.facts.context
+    # The lengths of a tiny model are the demo's, whatever its context is.
+    if not context or run.facts.is_demo:
         return
-    refused: set[str] = set()
-    for stage in subject.stages:
+    for stage in run.pods.stages:
         length = stage.number("max_length")
-        setting = subject.name_setting(stage, "max_length")
-        if length is None or length <= model_context or setting in refused:
-            continue
-        refused.add(setting)
-        remedy = (
-            f"is more than the context of {subject.facts.name}: set it to at most {model_context}"
-        )
-        yield Limit(UserError(setting, int(length), remedy))
+        if length is not None and length > context:
+            setting = run.name_setting(stage, "max_length")
+            yield UserError(setting, int(length), explain_context(run.facts))
 
 
-def check_devices(subject: Subject) -> Iterator[Limit]:
-    """Find processes that would share a GPU, and a trainer and a rollout server that would both
-    take the one GPU of this machine."""
-    gpus = subject.machine.trainer_gpus
-    for stage in subject.stages:
-        is_crowded = 0 < gpus < stage.ranks
-        if stage.role == "trainer" and is_crowded and not is_delegated(stage):
-            owner = "a trainer's pod has" if subject.machine.is_cluster else "this machine has"
+def check_processes(run: CheckedRun) -> Iterator[UserError]:
+    """Find processes of a trainer that would share a GPU."""
+    gpus = run.machine.trainer_gpus
+    for stage in run.pods.list_role("trainer"):
+        # Another backend starts as many processes as it wants.
+        if 0 < gpus < stage.ranks and not is_delegated(stage):
+            owner = "a trainer's pod has" if run.machine.is_cluster else "this machine has"
             remedy = f"each process takes a GPU, and {owner} {gpus}: set it to at most that"
-            yield Limit(UserError("processes", stage.ranks, remedy))
-            break
-    server = next(iter(subject.servers), None)
-    if server is None or not subject.machine.has_shared_gpu or subject.facts.is_demo:
+            yield UserError("processes", stage.ranks, remedy)
+            # All trainers follow this one setting.
+            return
+
+
+def check_shared_gpu(run: CheckedRun) -> Iterator[UserError]:
+    """Find a trainer and a rollout server that would both take the one GPU of this machine."""
+    servers = run.pods.servers
+    if not servers or not run.machine.has_shared_gpu or run.facts.is_demo:
         return
-    args = server.engine_args
-    share = args.get("gpu_memory_utilization", 0.9)
-    limited = "kv_cache_memory_bytes" in args or (
-        isinstance(share, float | int) and share <= SHARED_UTILIZATION
+    args = servers[0].engine_args
+    share = args.get("gpu_memory_utilization", UTILIZATION)
+    # A server that sleeps gives its memory back while the trainer computes.
+    if args.get("enable_sleep_mode") or "kv_cache_memory_bytes" in args:
+        return
+    if isinstance(share, float | int) and share <= SHARED_UTILIZATION:
+        return
+    remedy = (
+        "trainer and vLLM would both take the one GPU here: set it to true, or limit "
+        "engine.args.gpu_memory_utilization, or use engine=transformers"
     )
-    if not args.get("enable_sleep_mode") and not limited:
-        remedy = (
-            "trainer and vLLM would both take the one GPU here: set it to true, or limit "
-            "engine.args.gpu_memory_utilization, or use engine=transformers"
-        )
-        yield Limit(UserError("engine.colocate", False, remedy))
+    yield UserError("engine.colocate", False, remedy)
 
 
-def check_memory(subject: Subject) -> Iterator[Limit]:
+def check_memory(run: CheckedRun) -> Iterator[UserError]:
     """Find stages whose model, optimizer and activations take more memory than there is."""
-    model = subject.facts.shape
+    model = run.facts.shape
     if not isinstance(model, Model):
         return
-    context = context_of(subject.pods)
-    for pod in subject.pods:
-        parts = estimate_memory_parts(pod, model, context)
-        needed = sum(size for _, size in parts)
-        room = find_room(subject, pod, model, context)
+    for pod in run.pods.by_template.values():
+        parts = estimate_memory_parts(pod, model, run.pods.context)
+        needed = sum(part.size for part in parts)
+        room = find_room(run, pod, model)
         if not parts or room is None or needed <= room.size:
             continue
-        sums = " + ".join(f"{text} = {format_size(size)}" for text, size in parts)
-        setting, value = name_largest(subject, pod, parts)
-        remedy = (
-            f"{pod.template} takes about {format_size(needed)} ({sums}); {room.owner} "
-            f"{format_size(room.size)}: {'' if setting == 'base_model' else 'lower it, or '}"
-            f"{suggest_savings(pod)}"
-        )
-        yield Limit(UserError(setting, value, remedy), is_estimate=True)
+        setting, value = name_largest(run, pod, parts)
+        savings = suggest_savings(pod)
+        # A model cannot be lowered.
+        if setting != "base_model":
+            savings = f"lower it, or {savings}"
+        need = f"{format_size(needed)} ({describe_parts(parts)})"
+        limit = f"{room.owner} {format_size(room.size)}"
+        remedy = f"{pod.template} takes about {need}; {limit}: {savings}"
+        yield UserError(setting, value, remedy)
 
 
 @dataclass(frozen=True)
@@ -357,48 +391,67 @@ class Room:
     owner: str
 
 
-def find_room(subject: Subject, pod: PodPlan, model: Model, context: int | None) -> Room | None:
+def find_room(run: CheckedRun, pod: PodPlan, model: Model) -> Room | None:
     """Return the memory that a pod may use for its model; None where nothing limits it."""
-    machine = subject.machine
+    machine = run.machine
     if machine.is_cluster:
-        if pod.resources.accelerators:
-            return None
-        limit = pod.resources.memory_limit
-        size = float(parse_resource_quantity(limit)) if limit else LARGEST_NODE
-        if size < LARGEST_NODE:
-            return Room(size, "its pod has")
-        return Room(LARGEST_NODE, "no node has more than")
+        return find_pod_room(pod)
     if not machine.is_cpu:
         if machine.gpu_memory is None:
             return None
         devices = machine.sampler_gpus
         if isinstance(pod, StagePlan) and pod.role == "trainer":
             devices = pod.ranks
-        return Room(GPU_SHARE * machine.gpu_memory * devices, "the accelerators here have")
+        return Room(
+            size=GPU_SHARE * machine.gpu_memory * devices,
+            owner="the accelerators here have",
+        )
     if machine.memory is None:
         return None
-    # The rollout server boots with the base model, and stays while other stages run.
+    server_bytes = 0
     is_base = isinstance(pod, StagePlan) and pod.component is base_model
-    is_alone = is_base or isinstance(pod, ServerPlan)
-    servers = [] if is_alone else subject.servers
-    server_bytes = sum(
-        compute_memory_request([server], estimate_memory_parts(server, model, context))
-        for server in servers
+    if not is_base and not isinstance(pod, ServerPlan):
+        # The rollout server boots with the base model, and stays while other stages run.
+        for server in run.pods.servers:
+            parts = estimate_memory_parts(server, model, run.pods.context)
+            server_bytes += compute_memory_request([server], parts)
+    owner = "this machine has"
+    if server_bytes:
+        owner += " beside the rollout server"
+    return Room(
+        size=max(0, machine.memory - server_bytes),
+        owner=owner,
     )
-    owner = "this machine has beside the rollout server" if server_bytes else "this machine has"
-    return Room(max(0, machine.memory - server_bytes), owner)
 
 
-def name_largest(subject: Subject, pod: PodPlan, parts: list[Part]) -> tuple[str, object]:
+def find_pod_room(pod: PodPlan) -> Room | None:
+    """Return the memory that a pod on a cluster may use; None where it is an accelerator's, whose
+    kind is not known.
+    """
+    if pod.resources.accelerators:
+        return None
+    limit = pod.resources.memory_limit
+    if limit:
+        size = float(parse_resource_quantity(limit))
+        if size < LARGEST_NODE:
+            return Room(size, "its pod has")
+    return Room(LARGEST_NODE, "no node has more than")
+
+
+def name_largest(run: CheckedRun, pod: PodPlan, parts: Sequence[Part]) -> tuple[str, object]:
     """Return the setting, and its value, on which the largest part of a pod's memory depends."""
-    text, _ = max(parts, key=lambda part: part[1])
-    if isinstance(pod, StagePlan):
-        if "activations" in text or "logits" in text:
-            batch = pod.number("per_device_train_batch_size") or 0
-            return subject.name_setting(pod, "per_device_train_batch_size"), int(batch)
-        if "KV cache" in text:
-            return "engine.args.max_num_seqs", pod.engine_args.get("max_num_seqs")
-    return "base_model", subject.facts.name
+    text = max(parts, key=lambda part: part.size).text
+    # A server's cache has a size of its own, and does not grow with its sequences.
+    if not isinstance(pod, StagePlan):
+        return "base_model", run.facts.name
+    if "activations" in text or "logits" in text:
+        name = "per_device_train_batch_size"
+        batch = pod.number(name) or 0
+        return run.name_setting(pod, name), int(batch)
+    if "KV cache" in text:
+        name = "max_num_seqs"
+        return f"engine.args.{name}", pod.engine_args.get(name)
+    return "base_model", run.facts.name
 
 
 def suggest_savings(pod: PodPlan) -> str:
@@ -422,8 +475,9 @@ CHECKS = (
     check_data_files,
     check_context,
     check_training_length,
-    check_devices,
-    check_memory,
-    check_warmup,
+    check_processes,
+    check_shared_gpu,
 )
-"""The checks of `find_limits`, in the order of their lines."""
+"""The checks of `find_limits` for what cannot run, in the order of their lines. `check_memory`, which
+estimates, and `check_warmup`, whose lines are notes, come after them.
+"""

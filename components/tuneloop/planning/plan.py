@@ -1,155 +1,153 @@
-"""What a rendered workflow will do: graph, pods, accelerators, steps, tokens, memory. It is read from the workflow's
-graph and its plan (`tuneloop.workflow.plan`, `tuneloop.argo.memory_estimate`), and says where a count is a bound."""
+"""What a rendered workflow will do: graph, pods, accelerators, steps, tokens, memory.
 
-from collections.abc import Iterable, Iterator, Mapping
+It is read from the workflow's graph and its plan (`tuneloop.workflow.plan`). Counts that the graph
+decides while it runs are shown as bounds.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tuneloop.argo import colocation, memory_estimate
+from tuneloop.argo.colocation import check_colocation, describe_colocation
+from tuneloop.argo.memory_estimate import (
+    Part,
+    compute_memory_request,
+    estimate_memory_parts,
+    is_memory_estimate_complete,
+)
 from tuneloop.config.model_facts import Model
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.planning.checkpoint_size import describe_checkpoint
-from tuneloop.planning.counts import Counts, count_iterations, count_runs
+from tuneloop.planning.counts import count_iterations, index_templates
+from tuneloop.planning.pods import PlannedPods, list_planned_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.workflow.manifest import list_calls
-from tuneloop.workflow.plan import PodPlan, RunPlan, StagePlan, read_plan
+from tuneloop.workflow.plan import PodPlan, StagePlan, read_plan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
     from rich.tree import Tree
 
-COLUMNS = ("stage", "image", "accelerators", "pods", "memory of a pod")
-NUMBERS = ("accelerators", "pods")
-"""Columns of the table, and those that are aligned as numbers."""
+NOT_ESTIMATED = " (not estimated)"
 
 
 def render_plan(name: str, workflow: JsonMapping) -> "RenderableType":
     """Render a workflow's plan for a terminal.
 
+    Args:
+        name: the pipeline's.
+        workflow: as it is rendered.
+
     Raises:
-        UserError: there is no such model, runs do not fit their node, or the workflow carries no plan.
+        UserError: there is no such model, runs do not fit their node, or the workflow carries no
+            plan.
     """
     from rich.console import Group
     from rich.text import Text
     from rich.tree import Tree
 
-    colocation.check_colocation(workflow)
-    plan = read_plan(workflow)
-    counts = count_runs(workflow, plan)
-    pods = list_pods(plan, counts)
-    stages = [pod for pod in pods.values() if isinstance(pod, StagePlan)]
-    model = memory_estimate.model_of(stages)
-    context = memory_estimate.context_of(pods.values())
-    tree = Tree(f"{name}: at most {counts.total} pods")
-    _grow(tree, workflow, plan, workflow["spec"]["entrypoint"], ())
-    table = _draw_table(workflow, plan, counts, model, context)
+    check_colocation(workflow)
+    pods = list_planned_pods(workflow, read_plan(workflow))
+    model = pods.model
+    tree = Tree(f"{name}: at most {pods.counts.total} pods")
+    _add_calls(tree, workflow, pods, workflow["spec"]["entrypoint"], [])
+    # What is known without the shape of the model comes first.
     lines = ["work at most"]
-    lines += [f"  {stage}: {text}" for stage, text in estimate_work(stages, counts.stages)]
-    checkpoints = _describe_checkpoints(stages, model)
+    for stage, text in estimate_work(pods.stages, pods.counts.stages):
+        lines.append(f"  {stage}: {text}")
+    checkpoints = _describe_checkpoints(pods)
     if checkpoints:
-        lines += ["a checkpoint", *checkpoints]
-    shape = model
-    if isinstance(model, Model):
-        shape = f"{model.name}: {model.parameters:,} parameters ({model.how})"
-    lines.append(f"memory of {shape}")
+        lines.append("a checkpoint")
+        lines += checkpoints
     parameters: int | None = None
     if isinstance(model, Model):
-        lines += _describe_memory(pods, model, context)
         parameters = model.parameters
-    lines += colocation.describe_colocation(workflow, parameters)
-    return Group(tree, table, Text("\n".join(lines)))
+        lines.append(f"memory of {model.name}: {parameters:,} parameters ({model.how})")
+        lines += _describe_memory(pods, model)
+    else:
+        lines.append(f"memory of {model}")
+    lines += describe_colocation(workflow, parameters)
+    return Group(tree, _draw_table(workflow, pods), Text("\n".join(lines)))
 
 
-def list_pods(plan: RunPlan, counts: Counts) -> dict[str, PodPlan]:
-    """Return template → stage or server, for those that run, in the order of the graph."""
-    pods: dict[str, PodPlan] = {}
-    for template in counts.stages:
-        pod = find_process(plan, template)
-        if pod:
-            pods[template] = pod
-    return pods
-
-
-def list_running_pods(workflow: JsonMapping, plan: RunPlan) -> dict[str, PodPlan]:
-    """Return template → stage or server, for those that a rendered workflow starts."""
-    # A stage that no graph calls starts nothing.
-    return list_pods(plan, count_runs(workflow, plan))
-
-
-def find_process(plan: RunPlan, template: str) -> PodPlan | None:
-    """Return the stage or server that runs under the name of a template; None for a step that only calls an API."""
-    if plan.loop and plan.loop.pod and template in plan.loop.stages:
-        return plan.stages[template]
-    return plan.find_pod(template)
-
-
-def _draw_table(
-    workflow: JsonMapping, plan: RunPlan, counts: Counts, model: Model | str, context: int | None
-) -> "Table":
-    """Draw a row for each template that is a pod or, of a pod of iterations, for each of its stages."""
+def _draw_table(workflow: JsonMapping, pods: PlannedPods) -> "Table":
+    """Draw a row for each template that is a pod or, of a pod of iterations, for each of its
+    stages.
+    """
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in COLUMNS:
-        justify = "right" if column in NUMBERS else "left"
-        table.add_column(column, no_wrap=True, justify=justify)  # type: ignore[arg-type]
-    templates = {template["name"]: template for template in workflow["spec"]["templates"]}
-    inner = plan.loop.stages if plan.loop and plan.loop.pod else []
-    for name, count in counts.stages.items():
+    for column in ("stage", "image"):
+        table.add_column(column, no_wrap=True)
+    for column in ("accelerators", "pods"):
+        table.add_column(column, no_wrap=True, justify="right")
+    table.add_column("memory of a pod", no_wrap=True)
+    templates = index_templates(workflow)
+    loop = pods.plan.loop
+    inner = loop.stages if loop and loop.pod else []
+    for name, count in pods.counts.stages.items():
         number = str(count)
         if name in inner:
-            number = f"{count} times in {counts.iteration_pods} pods"
-        pod = find_process(plan, name)
+            number += f" times in {pods.counts.iteration_pods} pods"
+        pod = pods.by_template.get(name)
         if pod:
+            image = pod.image
             accelerators = str(pod.resources.accelerators or "cpu")
-            memory = f"{pod.resources.memory_request}{_qualify_memory(pod, model, context)}"
-            table.add_row(name, pod.image, accelerators, number, memory)
+            memory = pod.resources.memory_request + _qualify_memory(pods, pod)
         else:
             # A step that calls an API, or reads the output of a job.
             container = templates[name]["container"]
-            memory = f"{container['resources']['requests']['memory']} (not estimated)"
-            table.add_row(name, container["image"], "cpu", number, memory)
+            image = container["image"]
+            accelerators = "cpu"
+            memory = container["resources"]["requests"]["memory"] + NOT_ESTIMATED
+        table.add_row(name, image, accelerators, number, memory)
     return table
 
 
-def _qualify_memory(pod: PodPlan, model: Model | str, context: int | None) -> str:
+def _qualify_memory(pods: PlannedPods, pod: PodPlan) -> str:
     """Return what to say behind a pod's memory: how much of its needs is known."""
+    model = pods.model
     if not isinstance(model, Model):
-        return " (not estimated)"
-    if not memory_estimate.estimate_memory_parts(pod, model, context):
-        return " (not estimated)"
-    is_complete = memory_estimate.is_memory_estimate_complete(pod, model, context)
-    return "" if is_complete else " at least (a part is not estimated)"
+        return NOT_ESTIMATED
+    if not estimate_memory_parts(pod, model, pods.context):
+        return NOT_ESTIMATED
+    if is_memory_estimate_complete(pod, model, pods.context):
+        return ""
+    return " at least (a part is not estimated)"
 
 
-def _describe_memory(
-    pods: Mapping[str, PodPlan], model: Model, context: int | None
-) -> Iterator[str]:
+def _describe_memory(pods: PlannedPods, model: Model) -> Iterator[str]:
     """Yield the arithmetic of each pod's memory."""
-    for name, pod in pods.items():
-        parts = memory_estimate.estimate_memory_parts(pod, model, context)
-        if not parts:
-            continue
-        terms = " + ".join(f"{text} = {format_size(size)}" for text, size in parts)
-        total = memory_estimate.compute_memory_request([pod], parts)
-        yield f"  {name}: {terms}; with its programs {format_size(total)}"
+    for name, pod in pods.by_template.items():
+        parts = estimate_memory_parts(pod, model, pods.context)
+        if parts:
+            total = format_size(compute_memory_request([pod], parts))
+            yield f"  {name}: {describe_parts(parts)}; with its programs {total}"
 
 
-def _describe_checkpoints(stages: Iterable[StagePlan], model: Model | str) -> list[str]:
+def describe_parts(parts: Iterable[Part]) -> str:
+    """Describe the parts of a pod's memory as a sum."""
+    return " + ".join(f"{part.text} = {format_size(part.size)}" for part in parts)
+
+
+def _describe_checkpoints(pods: PlannedPods) -> list[str]:
     """Describe what a checkpoint of each stage that trains takes in the store."""
-    facts = memory_estimate.facts_of(stages)
-    dtype = facts.dtype if facts else None
+    dtype = pods.facts.dtype if pods.facts else None
     lines: list[str] = []
-    for stage in stages:
+    for stage in pods.list_role("trainer"):
         component = stage.component
-        if stage.role == "trainer" and component and component.kind == "checkpoint":
-            lines.append(f"  {stage.job_template}: {describe_checkpoint(stage, model, dtype)}")
+        # A reward model is trained, too, and is an artifact of another kind.
+        if component and component.kind == "checkpoint":
+            checkpoint = describe_checkpoint(stage, pods.model, dtype)
+            lines.append(f"  {stage.job_template}: {checkpoint}")
     return lines
 
 
 def count_prompts(stage: StagePlan) -> float | None:
-    """Count the prompts whose completions a pod of a sampler hands on; of groups that are carried, those of a batch."""
+    """Count the prompts whose completions a pod of a sampler hands on; of groups that are carried,
+    those of a batch.
+    """
     prompts = stage.number("prompts_per_iteration")
     if stage.number("carry_after"):
         return prompts
@@ -159,27 +157,35 @@ def count_prompts(stage: StagePlan) -> float | None:
 def estimate_work(
     stages: Iterable[StagePlan], times_by_template: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each stage that samples, trains or evaluates, and its steps, completions and tokens, as far as its
-    parameters say."""
+    """Estimate the steps, completions and tokens of stages, as far as their parameters say.
+
+    Args:
+        stages: of a plan.
+        times_by_template: how often each runs at most.
+
+    Yields:
+        The template of each stage that samples, trains or evaluates, and its work in words.
+    """
     for stage in stages:
         template = stage.job_template
         times = times_by_template[template]
-        updates = stage.number("updates_per_batch")
-        limit = stage.number("limit")
+        work = ""
         if stage.role == "sampler":
-            completions = describe_completions(stage, times)
-            if completions:
-                yield template, completions
-        elif stage.role == "trainer" and updates:
-            yield template, f"{times} × {updates:g} = {times * updates:,.0f} optimizer steps"
-        elif stage.role == "trainer" and stage.number("max_steps"):
-            yield template, describe_steps(stage, times)
-        elif stage.role == "evaluator" and "tasks" not in stage.parameters and limit:
-            yield template, f"{times} × at most {limit:g} completions"
+            work = describe_completions(stage, times)
+        elif stage.role == "trainer":
+            work = describe_steps(stage, times)
+        elif stage.role == "evaluator" and "tasks" not in stage.parameters:
+            # The tasks of lm-eval decide themselves how much is generated.
+            limit = stage.number("limit")
+            work = f"{times} × at most {limit:g} completions" if limit else ""
+        if work:
+            yield template, work
 
 
 def describe_completions(stage: StagePlan, times: int) -> str:
-    """Describe the completions of a sampler that runs `times` times; empty where they are not known."""
+    """Describe the completions of a sampler that runs `times` times; empty where they are not
+    known.
+    """
     prompts = count_prompts(stage)
     completions = stage.number("n")
     if not prompts or not completions:
@@ -196,38 +202,62 @@ def describe_completions(stage: StagePlan, times: int) -> str:
 
 
 def describe_steps(stage: StagePlan, times: int) -> str:
-    """Describe the optimizer steps of a stage that trains on fixed examples, `times` times."""
+    """Describe the optimizer steps of a trainer that runs `times` times; empty where they are not
+    known.
+    """
+    updates = stage.number("updates_per_batch")
+    if updates:
+        return f"{times} × {updates:g} = {times * updates:,.0f} optimizer steps"
+    max_steps = stage.number("max_steps")
+    if not max_steps:
+        return ""
     batch = stage.ranks * stage.nodes
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         batch *= int(stage.number(name) or 1)
+    # Epochs come before steps where both are set; how many rows there are is not known yet.
     epochs = stage.number("epochs")
     if epochs:
         return f"{times * epochs:g} epochs, in steps of {batch} examples"
-    steps = times * (stage.number("max_steps") or 0)
+    steps = times * max_steps
+    text = f"{steps:,.0f} optimizer steps × {batch} examples"
     length = stage.number("max_length")
-    tokens = f", at most {steps * batch * length:,.0f} tokens" if length else ""
-    return f"{steps:,.0f} optimizer steps × {batch} examples{tokens}"
+    if length:
+        text += f", at most {steps * batch * length:,.0f} tokens"
+    return text
 
 
-def _grow(
-    tree: "Tree", workflow: JsonMapping, plan: RunPlan, name: str, above: tuple[str, ...]
+def _add_calls(
+    tree: "Tree",
+    workflow: JsonMapping,
+    pods: PlannedPods,
+    name: str,
+    callers: Sequence[str],
 ) -> None:
-    """Add a branch for each call of a template, with those of the templates that it calls."""
-    templates = {template["name"]: template for template in workflow["spec"]["templates"]}
-    for task in list_calls(templates[name]):
-        target = task["template"]
-        if target == name or target in above:
+    """Add a branch for each call of a template, with those of the templates that it calls.
+
+    Args:
+        tree: the branch of the template itself.
+        workflow: has the templates.
+        pods: has the stages of a pod of iterations.
+        name: the template's.
+        callers: the templates around it.
+    """
+    templates = index_templates(workflow)
+    graphs = [*callers, name]
+    for call in list_calls(templates[name]):
+        target = call["template"]
+        if target in graphs:
             times = count_iterations(workflow)
             tree.add(f"↺ {target} again, at most {times} times in all")
             continue
         note = ""
         if templates[target].get("daemon"):
             note = " (a server, until the graph around it ends)"
-        elif "when" in task:
+        elif "when" in call:
             note = " (while its condition holds)"
-        branch = tree.add(f"{task['name']}{note}")
-        loop = plan.loop
+        branch = tree.add(f"{call['name']}{note}")
+        loop = pods.plan.loop
         if loop and loop.pod and target == loop.pod.template:
             for stage in loop.pod_stages:
                 branch.add(stage)
-        _grow(branch, workflow, plan, target, (*above, name))
+        _add_calls(branch, workflow, pods, target, graphs)

@@ -1,15 +1,16 @@
 """Warm-ups that take the whole training: the learning rate never reaches its value.
 
 A number of steps is known only where a user sets it. Of training in epochs the warm-up is at most a
-tenth of the steps (`tuneloop.training.delegation`), so there is nothing to find."""
+tenth of the steps (`tuneloop.training.delegation`), so there is nothing to find.
+"""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 
 
-def find_long_warmup(parameters: Mapping[str, Any], section: str) -> Iterator[UserError]:
+def find_long_warmup(parameters: JsonMapping, section: str) -> Iterator[UserError]:
     """Find a warm-up that leaves no step of training at the full learning rate.
 
     Args:

@@ -290,7 +290,7 @@ def test_the_bytes_of_a_run(llama_8b: Path) -> None:
     assert whole.total == parameters * (2 + 14 + 2) + 10 * parameters * 14
     kept = footprint(base, "loop.iterations=100")
     # Three checkpoints while the next one is written, and the model of each tenth.
-    assert kept.kept == parameters * (3 * 14 + 10 * 2) and kept.iterations == 100
+    assert kept.retained == parameters * (3 * 14 + 10 * 2) and kept.iterations == 100
     adapters = footprint(base, "trainer.lora={r: 8}", "loop.iterations=10")
     assert parameters * 2 < adapters.iteration < parameters * 2.1
 
