@@ -1,11 +1,11 @@
-"""Preference optimization: data_prep → base_model → sft → reference_logprobs → preference → evaluate → export.
+"""Preference optimization: data_prep → base_model → sft → reference_logprobs → preference → export.
 
     tuneloop run dpo --set base_model=path/to/a/hugging-face-model --set data=pairs.jsonl
 
-With its defaults it is a demo: it learns from demonstrations most of which copy digits, and then from
-pairs to prefer reversing them. A model that was trained before starts with the pairs (`sft` is null).
-The reference is the policy before the pairs; its log-probabilities are computed once, by a stage of
-their own.
+The policy is evaluated before and after the pairs. With its defaults it is a demo: it learns from
+demonstrations most of which copy digits, and then from pairs to prefer reversing them. A model that
+was trained before starts with the pairs (`sft` is null). The reference is the policy before the
+pairs; its log-probabilities are computed once, by a stage of their own.
 """
 
 from typing import Any
@@ -42,29 +42,35 @@ Config: Any = PipelineConfig.with_sections(
 
 
 DEMO_SIZES = {"train": 256, "preference": 512, "preference_eval": 128}
-"""Rows of the digits that this pipeline learns with its defaults; of other data all rows are taken."""
+"""Rows of the digits that this pipeline learns with its defaults; of other data all are taken."""
 
 
 def choose_sizes(data: Any) -> Any:
     """Return the settings of the data, for digits with the demo's numbers where none are set."""
+    # Digits are made on demand and have no end, so that somebody has to say how many.
     if data.source != "digits":
         return data
-    unset = {name: size for name, size in DEMO_SIZES.items() if getattr(data, name) is None}
-    return data.model_copy(update=unset)
+    sizes: dict[str, int] = {}
+    for name, size in DEMO_SIZES.items():
+        if getattr(data, name) is None:
+            sizes[name] = size
+    return data.model_copy(update=sizes)
 
 
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages with their parameters."""
-    required = ["sft", "preference"] if config.sft else ["preference"]
     trainer = config.trainer
+    required = ["preference"]
     tuning: list[StageSpec] = []
+    # Both what is tuned on demonstrations and what is tuned on pairs reads tokenized rows.
     if config.tokenize:
         tuning.append(StageSpec(tokenize_data))
     if config.sft:
+        required.insert(0, "sft")
         tuning.append(StageSpec(sft, config.sft, trainer=trainer, processes=config.processes))
     # KTO estimates the divergence from completions of other prompts.
     mismatched = config.preference.algorithm.kind == "kto"
-    return [
+    specs = [
         StageSpec(data_prep, choose_sizes(config.data), required=required),
         StageSpec(
             base_model,
@@ -72,7 +78,9 @@ def stages(config: Config) -> list[StageSpec]:
             model=config.base_model,
             completion_tokens={"eval": config.evaluate.max_tokens},
         ),
-        *tuning,
+    ]
+    specs += tuning
+    specs += [
         StageSpec(
             reference_logprobs,
             config.reference,
@@ -85,12 +93,14 @@ def stages(config: Config) -> list[StageSpec]:
         StageSpec(evaluate, config.evaluate, engine="transformers"),
         StageSpec(export, config.export),
     ]
+    return specs
 
 
 def draw(graph: Graph) -> None:
     """Fine-tuning on demonstrations, then on pairs; evaluated before and after the pairs, and exported."""
     data = graph.stage(data_prep)
     model = graph.stage(base_model, prompts=data.prompts)
+    # Evaluations read prompts; what trains reads tokens where there are any.
     rows = data.prompts
     if graph.config.tokenize:
         rows = graph.stage(tokenize_data, policy=model.checkpoint, prompts=rows).tokens

@@ -2,16 +2,21 @@
 
     tuneloop run grpo --set base_model=path/to/a/hugging-face-model
 
-The loop is an Argo template that calls itself: iteration k+1 starts from the checkpoint of iteration k, until the
-iterations are used up or a batch of rollouts earns `target_reward`. After `per_workflow` iterations the run continues
-in another workflow, so that its length is not limited. With the engine `vllm` one server lives as long as the workflow
-and loads each new version in place; with `transformers` every rollout generates in its own process, which is slower
-and bit-for-bit reproducible, as `vllm` is with `engine.deterministic`. With `engine.weights=pull` every version is
-published as a delta, and the server pulls it. With the engine `endpoint` your own fleet pulls it, and only its URL is
-used; or its workers are given each version before they are sampled from (`engine.weights=refit`).
+The loop is an Argo template that calls itself: iteration k+1 starts from the checkpoint of iteration
+k, until the iterations are used up or a batch of rollouts earns `target_reward`. After
+`per_workflow` iterations the run continues in another workflow, so that its length is not limited.
 
-With `loop.asynchronous` the next batch is sampled while the policy is updated on this one, so that neither waits; all
-but the first batch of a workflow are one version old.
+What samples is one of three engines:
+
+- With `vllm` one server lives as long as the workflow and loads each new version in place. With
+  `engine.weights=pull` every version is published as a delta, and the server pulls it.
+- With `transformers` every rollout generates in its own process, which is slower and bit-for-bit
+  reproducible, as `vllm` is with `engine.deterministic`.
+- With `endpoint` your own fleet pulls the versions, and only its URL is used. With
+  `engine.weights=refit` its workers are given each version before they are sampled from.
+
+With `loop.asynchronous` the next batch is sampled while the policy is updated on this one, so that
+neither waits; all but the first batch of a workflow are one version old.
 """
 
 from collections.abc import Sequence
@@ -47,12 +52,17 @@ Config: Any = LoopPipelineConfig.with_sections(
     deploy=(deploy_model.settings() | None, None),
 )
 
-# A step takes its inputs and parameters from wires: values of the loop (those of `carry` and `constants`; `iteration`
-# and `endpoint` are always there), or outputs of a step before, under the names that they have in the YAML.
+# A step takes its inputs and parameters from wires: values of the loop (those of `carry` and
+# `constants`; `iteration` and `endpoint` are always there), or outputs of a step before, under the
+# names that they have in the YAML.
 LOOP = Loop(
     steps=[
         Step(
-            rollout, prompts="prompts", endpoint="endpoint", iteration="iteration", policy="policy"
+            rollout,
+            prompts="prompts",
+            endpoint="endpoint",
+            iteration="iteration",
+            policy="policy",
         ),
         Step(reward, rollouts="rollout.rollouts"),
         Step(
@@ -67,7 +77,11 @@ LOOP = Loop(
     constants=["prompts", "reference"],
     reward="reward.mean-reward",
     check=Step(
-        evaluate, prompts="prompts", endpoint="endpoint", iteration="iteration", policy="policy"
+        evaluate,
+        prompts="prompts",
+        endpoint="endpoint",
+        iteration="iteration",
+        policy="policy",
     ),
     finish=[
         Step(export, policy="policy"),
@@ -77,31 +91,37 @@ LOOP = Loop(
 
 
 def stages(config: Config, required: Sequence[str] = ("train",)) -> list[StageSpec]:
-    """Return the stages with their parameters; `seed` and `weights` reach those that have them by themselves.
-    `required`: the splits of the data that the pipeline cannot do without."""
-    engine = {"engine": config.engine.kind, "engine_args": config.engine.options}
-    first = {}
-    # The base model is published as version 0, so that servers which pull have it before training.
+    """Return the stages with their parameters.
+
+    `seed` and `weights` reach the stages that have them by themselves.
+
+    Args:
+        config: the pipeline's settings.
+        required: the splits of the data that the pipeline cannot do without.
+    """
+    engine = config.engine.kind
+    options = config.engine.options
+    base = StageSpec(
+        base_model,
+        config.model,
+        model=config.base_model,
+        completion_tokens={
+            "train": config.rollout.max_tokens,
+            "eval": config.evaluate.max_tokens,
+        },
+        engine_context=options.get("max_model_len"),
+    )
     publication = config.engine.publication
     if publication:
-        first["publish_weights"] = publication.has_base_version
-        first["weight_encoding"] = publication.encoding
-    return [
+        # The base model is published as version 0: servers that pull have it before training.
+        base.parameters["publish_weights"] = publication.has_base_version
+        base.parameters["weight_encoding"] = publication.encoding
+    specs = [
         StageSpec(data_prep, config.data, required=list(required)),
-        StageSpec(
-            base_model,
-            config.model,
-            model=config.base_model,
-            completion_tokens={
-                "train": config.rollout.max_tokens,
-                "eval": config.evaluate.max_tokens,
-            },
-            engine_context=config.engine.options.get("max_model_len"),
-            **first,
-        ),
-        StageSpec(evaluate, config.evaluate, **engine),
+        base,
+        StageSpec(evaluate, config.evaluate, engine=engine, engine_args=options),
         StageSpec(export, config.export),
-        StageSpec(rollout, config.rollout, **engine),
+        StageSpec(rollout, config.rollout, engine=engine, engine_args=options),
         StageSpec(reward, config.reward),
         StageSpec(
             policy_update,
@@ -111,8 +131,11 @@ def stages(config: Config, required: Sequence[str] = ("train",)) -> list[StageSp
             nodes=config.nodes,
             max_staleness=config.max_staleness,
         ),
-        *([StageSpec(deploy_model, config.deploy)] if config.deploy else []),
     ]
+    # By default nothing serves the policy after the run.
+    if config.deploy:
+        specs.append(StageSpec(deploy_model, config.deploy))
+    return specs
 
 
 def draw(graph: Graph) -> None:
@@ -120,7 +143,7 @@ def draw(graph: Graph) -> None:
     data = graph.stage(data_prep)
     model = graph.stage(base_model, prompts=data.prompts)
     start = model.checkpoint
-    # The loop brings its evaluations before and after, and the export: `check` and `finish` of LOOP.
+    # The loop brings its evaluations before and after, and the export: LOOP's `check` and `finish`.
     graph.loop(serve=start, policy=start, reference=start, prompts=data.prompts)
 
 

@@ -29,37 +29,57 @@ Config: Any = PipelineConfig.with_sections(
 
 
 def list_tuning_stages(config: Any) -> list[StageSpec]:
-    """Return `sft`, and `tokenize_data` if it is enabled: the stages of a pipeline that begins with fine-tuning."""
-    tuned = StageSpec(
-        sft, config.sft, trainer=config.trainer, processes=config.processes, nodes=config.nodes
+    """Return the stages of fine-tuning: `sft`, and before it `tokenize_data` if it is enabled."""
+    tuning: list[StageSpec] = []
+    if config.tokenize:
+        tuning.append(StageSpec(tokenize_data))
+    tuning.append(
+        StageSpec(
+            sft,
+            config.sft,
+            trainer=config.trainer,
+            processes=config.processes,
+            nodes=config.nodes,
+        )
     )
-    return [StageSpec(tokenize_data), tuned] if config.tokenize else [tuned]
+    return tuning
 
 
 def fine_tune(graph: Graph, model: Any, rows: Any) -> Any:
-    """Draw these stages, and return the checkpoint."""
-    rows = (
-        graph.stage(tokenize_data, policy=model, prompts=rows).tokens
-        if graph.config.tokenize
-        else rows
-    )
+    """Draw the stages of `list_tuning_stages`.
+
+    Args:
+        graph: of the pipeline, which may be another one than this.
+        model: the checkpoint that is tuned.
+        rows: the data, as `data_prep` has prepared it.
+
+    Returns:
+        The tuned checkpoint.
+    """
+    if graph.config.tokenize:
+        # Otherwise each process of the trainer tokenizes all rows at every start.
+        rows = graph.stage(tokenize_data, policy=model, prompts=rows).tokens
     return graph.stage(sft, policy=model, prompts=rows).checkpoint
 
 
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages with their parameters."""
-    return [
+    # The stage refuses prompts whose completions would not fit the model's context.
+    completion_tokens = {"eval": config.evaluate.max_tokens}
+    specs = [
         StageSpec(data_prep, config.data, required=["sft"]),
         StageSpec(
             base_model,
             config.model,
             model=config.base_model,
-            completion_tokens={"eval": config.evaluate.max_tokens},
+            completion_tokens=completion_tokens,
         ),
-        *list_tuning_stages(config),
-        StageSpec(evaluate, config.evaluate, engine="transformers"),
-        StageSpec(export, config.export),
     ]
+    specs += list_tuning_stages(config)
+    # Only pipelines with a loop have a rollout server.
+    specs.append(StageSpec(evaluate, config.evaluate, engine="transformers"))
+    specs.append(StageSpec(export, config.export))
+    return specs
 
 
 def draw(graph: Graph) -> None:
@@ -68,6 +88,7 @@ def draw(graph: Graph) -> None:
     model = graph.stage(base_model, prompts=data.prompts)
     graph.stage(evaluate, "evaluate-before", policy=model.checkpoint, prompts=data.prompts)
     tuned = fine_tune(graph, model.checkpoint, data.prompts)
+    # The same stage again, so that it needs a name of its own.
     graph.stage(evaluate, "evaluate-after", policy=tuned, prompts=data.prompts)
     graph.stage(export, policy=tuned)
 

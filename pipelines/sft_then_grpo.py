@@ -1,9 +1,10 @@
-"""SFT and then GRPO: data_prep → base_model → sft → GRPO loop → export, evaluated before and after the loop.
+"""SFT and then GRPO: data_prep → base_model → sft → GRPO loop → export.
 
     tuneloop run sft_then_grpo
 
-With its defaults it is the demo: a small Qwen3 made here learns to reverse digits from demonstrations most of which
-copy them instead; the loop then sharpens the skill by reward alone. `grpo.py` has the loop.
+The policy is evaluated before and after the loop, which `grpo.py` has. With its defaults it is the
+demo: a small Qwen3 made here learns to reverse digits from demonstrations most of which copy them
+instead. The loop then sharpens the skill by reward alone.
 """
 
 from typing import Any
@@ -16,7 +17,9 @@ from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.sft import sft
 from tuneloop.workflow.loop import Graph, StageSpec
 
-grpo, tuning = (load_pipeline(name, beside=__file__) for name in ("grpo", "sft"))
+# Pipelines are files, not modules of a package: those beside this one are loaded by name.
+grpo = load_pipeline("grpo", beside=__file__)
+tuning = load_pipeline("sft", beside=__file__)
 
 Config: Any = grpo.Config.with_sections(
     tokenize=(tuning.Tokenize, False),
@@ -27,7 +30,9 @@ Config: Any = grpo.Config.with_sections(
 
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages of `grpo` and `sft` with their parameters."""
-    return [*grpo.stages(config, required=["sft", "train"]), *tuning.list_tuning_stages(config)]
+    specs: list[StageSpec] = grpo.stages(config, required=["sft", "train"])
+    specs += tuning.list_tuning_stages(config)
+    return specs
 
 
 def draw(graph: Graph) -> None:
