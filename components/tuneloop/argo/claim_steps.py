@@ -5,11 +5,11 @@
 from collections.abc import Iterable
 from typing import Any
 
-from hera.workflows import DAG, Container, Parameter, Task, Workflow
-from hera.workflows.models import ValueFrom
+from hera.workflows import DAG, Container, Task, Workflow
 
 from tuneloop.argo.claims import END, GIVE, ROLES, TAKE, TRAINER, claim_output, share_of
-from tuneloop.argo.pod_fields import OUTPUTS, step_fields
+from tuneloop.argo.pod_fields import step_fields
+from tuneloop.argo.tasks import pod_output
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.program import encode_flags
 from tuneloop.workflow.settings import Cluster
@@ -25,11 +25,9 @@ def build_reservation_steps(cluster: Cluster) -> list[Container]:
         return []
     roles = [TRAINER]
     roles += ROLES.values()
-    reservations: list[Parameter] = []
     # With one claim for all roles they have one output, which is a parameter once.
-    for name in dict.fromkeys(claim_output(share, role) for role in roles):
-        path = ValueFrom(path=f"{OUTPUTS}/{name}")
-        reservations.append(Parameter(name=name, global_name=name, value_from=path))
+    names = dict.fromkeys(claim_output(share, role) for role in roles)
+    reservations = [pod_output(name, global_name=name) for name in names]
     steps: list[Container] = []
     for name, outputs in ((TAKE, reservations), (GIVE, [])):
         step = Container(

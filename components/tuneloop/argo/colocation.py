@@ -74,16 +74,19 @@ class Colocation:
 
     def describe_request(self) -> str:
         """Describe the terms of `requested`."""
-        server = f" + {format_gib(self.server_request)} server" if self.server_request else ""
-        run = f"{format_gib(self.request)}{server}"
-        return f"{self.runs} × ({run}) + {format_gib(self.overhead)} overhead"
+        run = format_gib(self.request)
+        if self.server_request:
+            run += f" + {format_gib(self.server_request)} server"
+        overhead = format_gib(self.overhead)
+        return f"{self.runs} × ({run}) + {overhead} overhead"
 
     def describe_use(self) -> str:
         """Describe the terms of `used`."""
-        servers = ""
+        terms = format_gib(self.limit or 0)
         if self.server_limit:
-            servers = f" + {self.runs} × {format_gib(self.server_limit)} server"
-        return f"{format_gib(self.limit or 0)}{servers} + {format_gib(self.overhead)} overhead"
+            terms += f" + {self.runs} × {format_gib(self.server_limit)} server"
+        overhead = format_gib(self.overhead)
+        return f"{terms} + {overhead} overhead"
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,12 @@ def compute_colocations(workflow: JsonMapping) -> dict[str, Colocation]:
     share = share_of(workflow)
     if not share or share.alone:
         return {}
-    templates = workflow["spec"]["templates"]
-    # An asynchronous loop has the pods of two stages at a time, one of which waits for the lease.
-    calls = [call["name"] for template in templates for call in list_calls(template)]
-    stages_at_once = 2 if "ahead" in calls else 1
+    stages_at_once = 1
     pods_by_role: dict[str, list[JsonMapping]] = {}
-    for template in templates:
+    for template in workflow["spec"]["templates"]:
+        # An asynchronous loop has the pods of two stages at a time: one waits for the lease.
+        if any(call["name"] == "ahead" for call in list_calls(template)):
+            stages_at_once = 2
         labels = labels_of(template)
         if GROUP_LABEL in labels:
             role = "" if share.roles == "together" else labels[ROLE_LABEL]
@@ -167,10 +170,13 @@ def describe_colocation(workflow: JsonMapping, parameters: int | None) -> Iterat
         parameters: of the model; None: unknown.
     """
     for role, runs in compute_colocations(workflow).items():
-        node = f" of {format_gib(runs.node)}" if runs.node else ""
         pods = f"{role}s" if role else "stages"
-        yield f"memory of {runs.runs} runs whose {pods} share a node{node}"
-        yield f"  requested: {runs.describe_request()} = {format_gib(runs.requested)}"
+        title = f"memory of {runs.runs} runs whose {pods} share a node"
+        if runs.node:
+            title += f" of {format_gib(runs.node)}"
+        yield title
+        requested = format_gib(runs.requested)
+        yield f"  requested: {runs.describe_request()} = {requested}"
         use = "not known: a stage has no limit"
         if runs.used is not None:
             use = f"{runs.describe_use()} = {format_gib(runs.used)}"

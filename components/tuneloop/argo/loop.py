@@ -19,12 +19,10 @@ from typing import Any
 
 from hera.expr import C, P, g
 from hera.workflows import DAG, Container, Parameter
-from hera.workflows.models import ValueFrom
 
 from tuneloop.argo.claims import role_of
 from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import (
-    OUTPUTS,
     label_client,
     mount_token,
     retried_pod_fields,
@@ -40,6 +38,7 @@ from tuneloop.argo.tasks import (
     input_tag,
     output_parameter,
     output_term,
+    pod_output,
     task_tag,
 )
 from tuneloop.config.loop import LoopPipelineConfig
@@ -309,9 +308,7 @@ def pod_template(
     container = Container(
         name=pod.template,
         inputs=[Parameter(name=name) for name in inputs],
-        outputs=[
-            Parameter(name=name, value_from=ValueFrom(path=f"{OUTPUTS}/{name}")) for name in outputs
-        ],
+        outputs=[pod_output(name) for name in outputs],
         command=["python", "-m", PROGRAM],
         args=args,
         **retried_pod_fields("rollout", pod.resource_role, cluster, resources=pod.resources),
@@ -373,12 +370,11 @@ def build_continue_template(
         entrypoint,
     ]
     args += [f"{name}={input_tag(name)}" for name in arguments]
-    next_name = ValueFrom(path=f"{OUTPUTS}/{NEXT}")
     return Container(
         name="continue",
         inputs=[Parameter(name=name) for name in arguments],
         # As a global parameter it is found in a workflow's status, whichever task has put it there.
-        outputs=[Parameter(name=NEXT, global_name=NEXT, value_from=next_name)],
+        outputs=[pod_output(NEXT, global_name=NEXT)],
         command=["python", "-m", "tuneloop.cluster.continue_run"],
         args=args,
         **step_fields("tuneloop-continue", cluster),

@@ -230,9 +230,26 @@ def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
         if affinity:
             fields["affinity"] = Affinity.model_validate(affinity)
     if patch:
-        fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
+        fields["pod_spec_patch"] = dump_patch(patch)
     fields["labels"] = labels
     return fields
+
+
+def dump_patch(patch: JsonMapping) -> str:
+    """Dump a patch of a pod as the text that Argo's ``podSpecPatch`` takes."""
+    return json.dumps(patch, separators=(",", ":"))
+
+
+def patch_container(text: str | None, container: JsonObject) -> str:
+    """Return the text of a pod's patch with fields of a container added.
+
+    Args:
+        text: of the patch; None: there is none yet.
+        container: its name, and the fields.
+    """
+    patch = json.loads(text or "{}")
+    patch.setdefault("containers", []).append(container)
+    return dump_patch(patch)
 
 
 def place_fields(resources: Resources) -> JsonObject:
@@ -301,10 +318,8 @@ def retried_pod_fields(
         variables[MORE_MEMORY] = memory.memory_on_retry
         amount = f"asInt(retries) > 0 ? '{memory.memory_on_retry}' : '{memory.memory_limit}'"
         limits = {"memory": f"{{{{={amount}}}}}"}
-        patch = json.loads(fields.get("pod_spec_patch", "{}"))
-        containers = patch.setdefault("containers", [])
-        containers.append({"name": "main", "resources": {"limits": limits}})
-        fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
+        container: JsonObject = {"name": "main", "resources": {"limits": limits}}
+        fields["pod_spec_patch"] = patch_container(fields.get("pod_spec_patch"), container)
     fields["env"] += [EnvVar(name=name, value=value) for name, value in variables.items()]
     fields["env"] += env
     return fields | retry_fields(expression)

@@ -7,13 +7,13 @@ whose requests are no longer those it admitted, unless the pod is in a group, wh
 an earlier hash. A queued server is therefore a group of one pod.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from hera.workflows import ProjectedVolume, models
 
-from tuneloop.argo.pod_fields import TOKEN_SOURCES
+from tuneloop.argo.pod_fields import TOKEN_SOURCES, patch_container
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.program import encode_value
 from tuneloop.kube.resize import ACCOUNT_FILES, CONTAINER
 from tuneloop.workflow.settings import QUEUE_LABEL
@@ -42,9 +42,8 @@ def resize_while_asleep(template: Any, asleep: Mapping[str, str]) -> None:
         template: of the server's pod, a Container of Hera.
         asleep: resource → what the pod requests then, as Kubernetes writes quantities.
     """
-    patch = json.loads(template.pod_spec_patch or "{}")
-    patch.setdefault("containers", []).append({"name": CONTAINER, "resizePolicy": IN_PLACE})
-    template.pod_spec_patch = json.dumps(patch, separators=(",", ":"))
+    container: JsonObject = {"name": CONTAINER, "resizePolicy": IN_PLACE}
+    template.pod_spec_patch = patch_container(template.pod_spec_patch, container)
     # The server itself asks for the change when it falls asleep or wakes up.
     template.args += [FLAG, encode_value(dict(asleep))]
     template.service_account_name = ACCOUNT

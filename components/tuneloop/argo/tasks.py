@@ -8,6 +8,8 @@ from hera.expr import g
 from hera.workflows import Parameter, Task
 from hera.workflows.models import ValueFrom
 
+from tuneloop.argo.pod_fields import OUTPUTS
+
 RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
 """URL of the run."""
 ITERATION = f"{RUN}/iterations/{{{{inputs.parameters.iteration}}}}"
@@ -49,6 +51,17 @@ def output_term(task: str, name: str) -> Any:
     """Return an output parameter of a task as a term of an expression."""
     outputs = build_term(g.tasks, task).outputs
     return build_term(outputs.parameters, name)
+
+
+def pod_output(name: str, global_name: str | None = None) -> Parameter:
+    """Return an output parameter of a pod: the text of the file that it writes for it.
+
+    Args:
+        name: of the parameter and of the file.
+        global_name: under which the whole workflow sees it; None: only the graph around the pod.
+    """
+    path = ValueFrom(path=f"{OUTPUTS}/{name}")
+    return Parameter(name=name, global_name=global_name, value_from=path)
 
 
 def output_parameter(name: str, *, value: str | None = None, expression: Any = None) -> Parameter:

@@ -4,8 +4,6 @@ Every name that a pod refers to (service accounts, queue, store settings) is one
 ships.
 """
 
-import json
-
 import hera.workflows
 from hera.workflows import Container, Parameter, Steps, models
 
@@ -14,7 +12,7 @@ from tuneloop.argo.claim_steps import build_reservation_steps, reserve_claims
 from tuneloop.argo.jobset import jobset_steps
 from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.resize import resize_while_asleep
-from tuneloop.argo.tasks import input_tag
+from tuneloop.argo.tasks import input_tag, pod_output
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
 from tuneloop.core.json_types import JsonMapping
@@ -97,7 +95,7 @@ def define_workflow(
         service_account_name="tuneloop-stage",
         automount_service_account_token=False,
         executor=models.ExecutorConfig(service_account_name="tuneloop-executor"),
-        pod_spec_patch=json.dumps(patch, separators=(",", ":")),
+        pod_spec_patch=pod_fields.dump_patch(patch),
         security_context=models.PodSecurityContext.model_validate(pod_fields.NOBODY),
         pod_gc=models.PodGC(strategy="OnPodSuccess", delete_delay_duration=DELETE_DELAY),
         ttl_strategy=models.TTLStrategy(seconds_after_success=86400, seconds_after_failure=604800),
@@ -124,7 +122,7 @@ def stage_template(component: Component, stage: StagePlan, cluster: Cluster) -> 
     container = Container(
         name=stage.template,
         inputs=build_inputs(component, stage),
-        outputs=[build_output(to_kebab_case(name)) for name in outputs],
+        outputs=[pod_output(to_kebab_case(name)) for name in outputs],
         command=component.command(1 if is_job else stage.processes),
         args=flags,
         # The pod that reads the output of a JobSet computes nothing.
@@ -142,12 +140,6 @@ def stage_template(component: Component, stage: StagePlan, cluster: Cluster) -> 
         return jobset_steps(component, stage, container, cluster)
     prepare_sampling(component, stage, container, cluster)
     return container
-
-
-def build_output(name: str) -> Parameter:
-    """Build an output of a stage's template: the text of the file that the pod writes for it."""
-    path = models.ValueFrom(path=f"{pod_fields.OUTPUTS}/{name}")
-    return Parameter(name=name, value_from=path)
 
 
 def build_inputs(component: Component, stage: StagePlan) -> list[Parameter]:
