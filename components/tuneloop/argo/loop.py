@@ -15,6 +15,7 @@ expression as the latter with ``f"{term:=}"``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hera.expr import C, P, g
@@ -181,7 +182,7 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
         batch_outputs.append(output_parameter(output_of(wire), value=build_wire_tag(wire)))
     with build_dag("batch", sampled, batch_outputs) as batch:
         chain_steps(loop.batch, templates, sampled)
-    turn = build_iteration(loop, templates, evaluate_every, batch)
+    turn = build_turn(loop, templates, evaluate_every, batch)
     outputs: list[Parameter] = []
     for name in loop.outputs:
         outputs.append(output_parameter(name, value=task_tag("turn", name)))
@@ -195,68 +196,115 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
     return template
 
 
-def build_iteration(
-    loop: Loop, templates: Templates, evaluate_every: int, batch: Any = None
-) -> Any:
-    """Build the template of one iteration, which calls the next.
+@dataclass(frozen=True)
+class IterationParts:
+    """What the graph of an iteration is built from.
 
-    Args:
+    Attributes:
         loop: its steps.
         templates: those of the stages.
+        values: of the loop, as tags; in an asynchronous loop the batch is among them.
+        reward: the mean reward of the batch that is trained on, as a term.
         evaluate_every: iterations between two evaluations; 0: none.
-        batch: in an asynchronous loop, the template that samples a batch. The iteration is given
-            its own batch, and during its update calls `batch` for the next one, with the policy
-            that it starts from.
     """
-    number = g.inputs.parameters.iteration
-    reward = output_of(loop.reward)
-    # In an asynchronous loop what the batch consists of are inputs, in any other outputs of tasks.
-    batch_names = [output_of(wire) for wire in loop.batch_wires] if batch else []
-    reward_term = build_wire_term(loop.reward)
-    if batch:
-        reward_term = build_term(g.inputs.parameters, reward)
-    goes_on_here = f"{build_same_workflow_condition(number, reward_term):=}"
-    next_number = f"{number.as_int() + 1:=}"
-    last_terms = {name: build_wire_term(wire) for name, wire in loop.carry.items()}
-    # Outputs see tasks, but no inputs; a tag is replaced before.
-    last_terms["iteration"] = getattr(g, input_tag("iteration")).string()
-    last_terms[reward] = reward_term
-    values = build_input_tags(loop.inputs)
-    if batch:
-        values |= {wire: input_tag(output_of(wire)) for wire in loop.batch_wires}
-    inputs = list(loop.inputs) + batch_names
-    outputs = build_last_outputs(last_terms)
-    with build_dag("turn" if batch else "loop", inputs, outputs) as template:
-        last_scored: Any = None
-        if not batch:
-            last_scored = chain_steps(loop.batch, templates, values)
-        update = call_step(loop.trainer, templates, values)
-        if last_scored is not None:
-            last_scored >> update
-        trained = {name: Output(update, output_of(wire)) for name, wire in loop.carry.items()}
-        working = [update]
-        if batch:
-            # It has no edge from the update: both run at the same time.
-            sampled = build_input_tags(loop.values_of(loop.batch))
-            sampled["iteration"] = next_number
-            working.append(batch(name="ahead", arguments=sampled, when=goes_on_here))
-        arguments: dict[str, str] = {"iteration": next_number}
+
+    loop: Loop
+    templates: Templates
+    values: Mapping[str, str]
+    reward: Any
+    evaluate_every: int
+
+    @property
+    def condition(self) -> str:
+        """The condition on which another iteration follows in the same workflow."""
+        number = g.inputs.parameters.iteration
+        return f"{build_same_workflow_condition(number, self.reward):=}"
+
+    @property
+    def next_number(self) -> str:
+        """The number of the iteration that follows."""
+        return f"{g.inputs.parameters.iteration.as_int() + 1:=}"
+
+    def build_outputs(self) -> list[Parameter]:
+        """Build the outputs: what the last iteration leaves."""
+        terms = {name: build_wire_term(wire) for name, wire in self.loop.carry.items()}
+        # Outputs see tasks, but no inputs; a tag is replaced before.
+        terms["iteration"] = getattr(g, input_tag("iteration")).string()
+        terms[output_of(self.loop.reward)] = self.reward
+        return build_last_outputs(terms)
+
+    def call_next(self, template: Any, tasks: Sequence[Any], batch: Mapping[str, str]) -> None:
+        """Create the task of the next iteration, and before it the evaluation if one may be due.
+
+        Args:
+            template: of an iteration.
+            tasks: those of this iteration that both wait for; the first is the update.
+            batch: arguments with the next batch, where it is sampled already.
+        """
+        update = tasks[0]
+        trained = {name: Output(update, output_of(wire)) for name, wire in self.loop.carry.items()}
+        arguments: dict[str, str] = {"iteration": self.next_number}
         arguments |= trained
-        arguments |= build_input_tags(loop.constants)
+        arguments |= build_input_tags(self.loop.constants)
         arguments |= build_input_tags(["endpoint"])
-        # The next iteration updates on the batch that was sampled during this one's update.
+        arguments |= batch
+        following = template(name="next", arguments=arguments, when=self.condition)
+        working = list(tasks)
+        if not self.evaluate_every:
+            working >> following
+            return
+        is_due: Any = g.inputs.parameters.iteration.as_int() % self.evaluate_every == 0
+        values = dict(self.values) | trained
+        check = call_step(self.loop.check, self.templates, values, when=f"{is_due:=}")
+        # A server holds one version at a time.
+        working >> check
+        following.depends = f"{update.name} && ({check.name}.Succeeded || {check.name}.Skipped)"
+
+
+def build_iteration(loop: Loop, templates: Templates, evaluate_every: int) -> Any:
+    """Build the template `loop` of an iteration that samples, trains, and calls the next."""
+    parts = IterationParts(
+        loop=loop,
+        templates=templates,
+        values=build_input_tags(loop.inputs),
+        reward=build_wire_term(loop.reward),
+        evaluate_every=evaluate_every,
+    )
+    with build_dag("loop", loop.inputs, parts.build_outputs()) as template:
+        update = chain_steps(loop.steps, templates, parts.values)
+        parts.call_next(template, [update], {})
+    return template
+
+
+def build_turn(loop: Loop, templates: Templates, evaluate_every: int, batch: Any) -> Any:
+    """Build the template `turn` of an iteration of an asynchronous loop, which calls the next.
+
+    It is given a batch. While it updates on that, it calls the template `batch` for the next one,
+    with the policy that it starts from.
+    """
+    batch_names = [output_of(wire) for wire in loop.batch_wires]
+    values = build_input_tags(loop.inputs)
+    for wire in loop.batch_wires:
+        values[wire] = input_tag(output_of(wire))
+    parts = IterationParts(
+        loop=loop,
+        templates=templates,
+        values=values,
+        reward=build_term(g.inputs.parameters, output_of(loop.reward)),
+        evaluate_every=evaluate_every,
+    )
+    inputs = list(loop.inputs) + batch_names
+    with build_dag("turn", inputs, parts.build_outputs()) as template:
+        update = call_step(loop.trainer, templates, values)
+        sampled = build_input_tags(loop.values_of(loop.batch))
+        sampled["iteration"] = parts.next_number
+        # It has no edge from the update: both run at the same time.
+        ahead = batch(name="ahead", arguments=sampled, when=parts.condition)
+        next_batch: dict[str, str] = {}
         for name in batch_names:
             output: Any = g.tasks.ahead.outputs.parameters[name]
-            arguments[name] = build_optional_output("ahead", output)
-        following = template(name="next", arguments=arguments, when=goes_on_here)
-        if evaluate_every:
-            is_due: Any = number.as_int() % evaluate_every == 0
-            check = call_step(loop.check, templates, values | trained, when=f"{is_due:=}")
-            # A server holds one version at a time.
-            working >> check
-            following.depends = f"{update.name} && ({check.name}.Succeeded || {check.name}.Skipped)"
-        else:
-            working >> following
+            next_batch[name] = build_optional_output("ahead", output)
+        parts.call_next(template, [update, ahead], next_batch)
     return template
 
 
