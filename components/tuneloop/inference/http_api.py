@@ -90,6 +90,7 @@ class HttpApi:
         self.reserved: tuple[int, str] | None = None
 
     def app(self) -> FastAPI:
+        """Build the application with all routes."""
         app = create_app(400)
         app.add_middleware(TokenGuard, open_paths=OPEN, max_bytes=self.limit_body)
         # FastAPI reads the signature of each method: it runs plain functions on threads.
@@ -149,14 +150,17 @@ class HttpApi:
         return status
 
     async def health(self) -> Status:
+        """Answer 503 while no version is served, so that nothing is routed here."""
         if self.loop.trouble:
             raise Refused(503, self.loop.trouble)
         return {"status": "ok"}
 
     async def version(self) -> JsonObject:
+        """Answer with the version that is served, even if it is none."""
         return self.served()
 
     async def metrics(self) -> PlainTextResponse:
+        """Answer in Prometheus' format, under the names that vLLM's own server has."""
         running, waiting = self.loop.engine.count_requests()
         return PlainTextResponse(
             f"vllm:num_requests_running {running}\nvllm:num_requests_waiting {waiting}\n"
@@ -195,6 +199,7 @@ class HttpApi:
             return self.served()
 
     async def generate(self, body: GenerateBody) -> StreamingResponse:
+        """Generate completions, and answer with a line of JSON for each request that is done."""
         if body.stream and body.prompt_logprobs:
             remedy = "cannot be combined with prompt_logprobs; request one of them"
             raise UserError("stream", True, remedy)
@@ -261,9 +266,11 @@ class HttpApi:
         return await self.label()
 
     async def flush(self) -> Status:
+        """Drop all cached keys and values."""
         return await self._run(self.loop.engine.flush)
 
     async def resume(self) -> Status:
+        """End a pause."""
         return await self._run(self.loop.resume)
 
     async def label(self) -> Status:
@@ -277,6 +284,7 @@ class HttpApi:
         return await self._run(self.loop.sleep, level, status="asleep")
 
     async def wake_up(self) -> Status:
+        """Take the device's memory again; a server that follows also loads its weights."""
         answer = await self._run(self.loop.wake_up, status="awake")
         if self.follower:
             self.follower.wake()

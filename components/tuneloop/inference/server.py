@@ -97,6 +97,16 @@ def _stop(*_: Any) -> None:
 
 
 def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path) -> None:
+    """Start the engine, its follower and HTTP, and serve until a signal arrives.
+
+    Args:
+        listener: bound before vLLM starts, as a port that is taken is a user's mistake.
+        options: as `_parse` returns them.
+        directory: in which pulled versions are assembled.
+
+    Raises:
+        Retryable: the engine failed.
+    """
     loop = EngineLoop(Vllm(options.engine_args))
     follower = None
     if options.weights:
@@ -237,34 +247,63 @@ def bind_address(host: str, port: int) -> socket.socket:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("python -m tuneloop.inference.server", __doc__)
+    json_object = TypeAdapter(JsonObject).validate_json
     parser.add_argument("--policy", metavar="REF", help="the checkpoint to start with")
     parser.add_argument(
-        "--weights", metavar="URL", help="follow the versions published below this URL"
+        "--weights",
+        metavar="URL",
+        help="follow the versions published below this URL",
     )
     parser.add_argument(
-        "--weights-dir", metavar="DIR", help="assemble them here (default: a temporary directory)"
+        "--weights-dir",
+        metavar="DIR",
+        help="assemble them here (default: a temporary directory)",
     )
-    text = "the model that the versions start on, where version 0 stores none (default: none)"
-    parser.add_argument("--base", type=Path, metavar="DIR", help=text)
-    text = "seconds between reads of the pointer; a request for a new version reads it at once (default: 1)"
-    parser.add_argument("--poll-interval", type=float, default=1.0, help=text)
-    text = "when weights change, running requests finish first, or go on with the new ones (default: wait)"
-    parser.add_argument("--pause", choices=["wait", "keep"], default="wait", help=text)
-    text = (
-        f"address to listen on (default: 127.0.0.1); the file that {VARIABLE} names has the token"
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="the model that the versions start on, where version 0 stores none (default: none)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help=text)
+    parser.add_argument(
+        "--poll-interval",
+        type=float,
+        default=1.0,
+        help="seconds between reads of the pointer; a request for a new version reads it at once "
+        "(default: 1)",
+    )
+    parser.add_argument(
+        "--pause",
+        choices=["wait", "keep"],
+        default="wait",
+        help="when weights change, running requests finish first, or go on with the new ones "
+        "(default: wait)",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help=f"address to listen on (default: 127.0.0.1); the file that {VARIABLE} names has the "
+        "token",
+    )
     parser.add_argument(
         "--port",
         type=int,
         default=8000,
         help="0 takes a free one and says which (default: 8000)",
     )
-    text = "URL of the record of earlier starts; the server ends after too many without an answer (default: none)"
-    parser.add_argument("--attempts", metavar="URL", help=text)
-    json_object = TypeAdapter(JsonObject).validate_json
-    text = "what its pod requests while it sleeps, a JSON object; no effect outside a pod (default: no change)"
-    parser.add_argument("--asleep", type=json_object, default={}, help=text)
+    parser.add_argument(
+        "--attempts",
+        metavar="URL",
+        help="URL of the record of earlier starts; the server ends after too many without an "
+        "answer (default: none)",
+    )
+    parser.add_argument(
+        "--asleep",
+        type=json_object,
+        default={},
+        help="what its pod requests while it sleeps, a JSON object; no effect outside a pod "
+        "(default: no change)",
+    )
     parser.add_argument(
         "--engine-args",
         type=json_object,
@@ -278,4 +317,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # the engine's thread may be in a step, and tearing vLLM down takes seconds
+    # The engine's thread may be in a step, and tearing vLLM down takes seconds.
+    os._exit(code)

@@ -168,7 +168,7 @@ def test_all_that_sample_and_the_server_are_told_to_be_deterministic() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_what_the_vllm_of_this_machine_does_not_know() -> None:
     known = {"max_model_len": 256, "enforce_eager": True, "enable_sleep_mode": True}
-    vllm.check_here(known | dict.fromkeys(vllm.OWN, True), "engine.args.")
+    vllm.check_here(known | dict.fromkeys(vllm.ADDED_ARGS, True), "engine.args.")
     with pytest.raises(
         UserError, match=r"engine\.args\.max_modell_len: 3: .*did you mean max_model_len"
     ):

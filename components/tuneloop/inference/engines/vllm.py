@@ -36,9 +36,16 @@ from tuneloop.sharing.snapshot import check_snapshots, resume_processes, suspend
 CAPABILITIES = Capabilities(serves=True, pulls=True, sleeps=True, deterministic=True, replicas=True)
 DETERMINISTIC = "deterministic"
 SNAPSHOT = "snapshot"
-OWN = (DETERMINISTIC, SNAPSHOT)
+ADDED_ARGS = (DETERMINISTIC, SNAPSHOT)
 """The engine arguments that are tuneloop's own."""
-OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
+RESERVED_ARGS = (
+    "model",
+    "tokenizer",
+    "skip_tokenizer_init",
+    "logprobs_mode",
+    "seed",
+    "load_format",
+)
 """Engine arguments that tuneloop sets.
 
 With other values a rollout would not be what its manifest says.
@@ -67,8 +74,8 @@ def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> En
 
     Args:
         endpoint: URLs of servers, separated by commas; None: sample in this process.
-        args: vLLM's ``EngineArgs`` by name, and `OWN`. A server has its own and is not sent these,
-            but its `Client` heeds ``enable_sleep_mode`` and `OWN`.
+        args: vLLM's ``EngineArgs`` by name, and `ADDED_ARGS`. A server has its own and is not sent these,
+            but its `Client` heeds ``enable_sleep_mode`` and `ADDED_ARGS`.
         timeout_s: seconds without a byte after which a server counts as dead.
 
     Raises:
@@ -95,9 +102,9 @@ def check_engine_args(args: JsonMapping, prefix: str = "--engine-args ") -> None
     Raises:
         UserError: there is one; the field is `prefix` and the argument's name.
     """
-    for name in args.keys() & set(OURS):
+    for name in args.keys() & set(RESERVED_ARGS):
         raise UserError(f"{prefix}{name}", args[name], "is set by tuneloop; leave it out")
-    for name in OWN:
+    for name in ADDED_ARGS:
         value = args.get(name, False)
         if not isinstance(value, bool):
             raise UserError(f"{prefix}{name}", value, "must be true or false")
@@ -120,7 +127,7 @@ def check_here(args: JsonMapping, prefix: str) -> None:
         for statement in definition.body:
             if isinstance(statement, ast.AnnAssign):
                 options.append(ast.unparse(statement.target))
-    for name in args.keys() - set(options) - set(OWN):
+    for name in args.keys() - set(options) - set(ADDED_ARGS):
         near = difflib.get_close_matches(name, options, n=1)
         remedy = f"did you mean {near[0]}?" if near else "see its EngineArgs"
         raise UserError(f"{prefix}{name}", args[name], f"vLLM has no such option; {remedy}")
@@ -146,7 +153,7 @@ class Vllm:
 
     def __init__(self, args: JsonMapping) -> None:
         check_engine_args(args)
-        self.args = {name: value for name, value in args.items() if name not in OWN}
+        self.args = {name: value for name, value in args.items() if name not in ADDED_ARGS}
         self.deterministic = bool(args.get(DETERMINISTIC))
         self.snapshot = bool(args.get(SNAPSHOT))
         if self.snapshot:

@@ -21,7 +21,13 @@ NEEDED = {name for name in ROUTES if name != "flush_cache"}
 
 
 class Dynamo:
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        name: of the graph.
+        namespace: of the graph.
+        port: of the frontend.
+    """
 
     def __init__(self, name: str, namespace: str, port: int | None) -> None:
         self.name = name
@@ -46,6 +52,7 @@ class Dynamo:
     def discover(self) -> list[Worker]:
         url = f"http://{self.host}:{RL_PORT}/v1/rl/workers"
         try:
+            # Only an answer of the frontend has a protocol version, whatever its status.
             answer = json.loads(send_request("GET", url, timeout_s=30)[1])
         except (Unanswered, ValueError) as error:
             remedy = "does its frontend run with DYN_ENABLE_RL=true and DYN_RL_PORT=8001?"
