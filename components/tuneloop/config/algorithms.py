@@ -24,6 +24,7 @@ class AlgorithmSection(Params, frozen=True, extra="forbid"):
         parameters = super().to_parameters()
         algorithm: BaseModel = self.__dict__["algorithm"]
         parameters["algorithm"] = read_kind(algorithm)
+        # Defaults are left out: spelled out or not, they are the same parameters of the stage.
         parameters["algorithm_args"] = algorithm.model_dump(exclude={KIND}, exclude_defaults=True)
         return parameters
 
@@ -45,6 +46,7 @@ def choose_algorithm(settings: type[Params], objective: type[BaseModel]) -> type
                 choose_by_kind(info.default, classes),
                 Field(default, description=text),
             )
+        # The options are those of the section inside.
         elif name != "algorithm_args":
             fields[name] = (info.annotation, info)
     return create_model(
@@ -63,12 +65,14 @@ def list_classes(objective: type[BaseModel]) -> dict[str, type[BaseModel]]:
         algorithm: Any = plugins.load_variant("algorithms", name, "Algorithm")
         if issubclass(algorithm, objective):
             classes[name] = make_class(name, algorithm)
+    # Whatever is no shipped name may be a third party's.
     classes[PLUGIN] = make_plugin_class(objective)
     return classes
 
 
 def make_class(name: str, algorithm: type[BaseModel]) -> type[BaseModel]:
     """Make the class of the section for an algorithm: its options, and the key `kind`."""
+    # The first line of a docstring is its summary.
     summary = (algorithm.__doc__ or name).strip().split("\n")[0].rstrip(".")
     fields: JsonObject = {KIND: (Literal[name], Field(name, description=summary))}
     return create_model(f"{name}_algorithm", __base__=algorithm, **fields)

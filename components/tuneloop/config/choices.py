@@ -43,6 +43,7 @@ def choose_chat(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_max_tokens(draft: Draft, section: str) -> Choice | None:
+    # An evaluation is to measure what the loop trains.
     for sampler in draft.find_sections("rollout"):
         tokens = draft.get_count(sampler, "max_tokens")
         if sampler != section and tokens:
@@ -50,6 +51,7 @@ def choose_max_tokens(draft: Draft, section: str) -> Choice | None:
     usual = 128 if draft.machine.is_cpu else 512
     reason = "for a CPU" if draft.machine.is_cpu else "the default of the library TRL"
     context = draft.facts.context
+    # The prompt needs room, too.
     if context and context // 2 < usual:
         return Choice(max(1, context // 2), f"half of the model's context of {context:,}")
     return Choice(usual, reason)
@@ -65,6 +67,7 @@ def choose_context(draft: Draft) -> Choice:
     """Return the tokens of a prompt with its completion, as the engine is to take them."""
     longest = find_longest_completion(draft)
     usual = 256 if draft.facts.is_demo else 1024 if draft.machine.is_cpu else 2048
+    # Prompts get as much room as completions.
     target = max(usual, 2 * longest)
     context = draft.facts.context
     if context and context < target:
@@ -85,6 +88,7 @@ def choose_engine_args(draft: Draft, section: str) -> Choice | None:
         args = {"max_model_len": context.value, "enforce_eager": True}
         return None if is_short else Choice(args, context.reason)
     args = {"max_model_len": context.value}
+    # There are no CUDA graphs to capture.
     if draft.machine.sampler_gpus == 0:
         args["enforce_eager"] = True
     return Choice(args, context.reason)
@@ -109,6 +113,7 @@ def choose_max_length(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_epochs(draft: Draft, section: str) -> Choice | None:
+    # Either ends the stage; the user's own counts.
     if draft.is_set(section, "max_steps"):
         return None
     return Choice(3.0, "the default of the library TRL; set max_steps for a number of steps")
@@ -158,8 +163,8 @@ def choose_checkpointing(draft: Draft, section: str) -> Choice | None:
     for stage in list_training(draft, section, "gradient_checkpointing"):
         single = estimate_sequence_bytes(draft, stage, shape, is_checkpointed=False)
         if single > find_activation_budget(draft, stage, shape):
-            taken = format_gb(single)
-            return Choice(True, f"without it one example of {stage} takes {taken} of activations")
+            size = format_gb(single)
+            return Choice(True, f"without it one example of {stage} takes {size} of activations")
     return None
 
 
@@ -203,6 +208,7 @@ def choose_accumulation(draft: Draft, section: str) -> Choice | None:
 
 def count_ranks(draft: Draft) -> int:
     """Return the processes that train together."""
+    # Nothing is validated yet: a wrong number is refused later, by its setting's name.
     ranks = 1
     for name in ("processes", "nodes"):
         number = draft.values.get(name, 1)
@@ -212,8 +218,10 @@ def count_ranks(draft: Draft) -> int:
 
 def find_training_length(draft: Draft, section: str) -> int:
     """Return the tokens of the longest sequence that a stage trains on."""
-    if length := draft.get_count(section, "max_length"):
+    length = draft.get_count(section, "max_length")
+    if length:
         return length
+    # Rollouts are as long as the engine's context at most.
     stated = draft.get_engine_args().get("max_model_len")
     return stated if isinstance(stated, int) else int(choose_context(draft).value)
 
@@ -223,6 +231,7 @@ def estimate_sequence_bytes(
 ) -> float:
     """Estimate the activations of one example of a stage, without logits, which do not grow with
     the batch."""
+    # A pair is a chosen and a rejected completion.
     sequences = 2 if find_stage(draft, section) in ("preference", "reward_model") else 1
     tokens = find_training_length(draft, section) * sequences
     dtype = str(draft.get(draft.find_holder(section, "dtype"), "dtype"))
@@ -235,6 +244,7 @@ def find_activation_budget(draft: Draft, section: str, shape: Model) -> float:
     optimizer leave of a device; of a machine without devices a quarter at most, since a server and
     the system are there, too."""
     machine = draft.machine
+    # In float32: weights, gradients and AdamW's two moments; of adapters the weights alone count.
     states = shape.parameters * (4 if has_adapters(draft, section) else 16)
     if not machine.is_cpu:
         memory = machine.gpu_memory or UNKNOWN_GPU
@@ -243,6 +253,7 @@ def find_activation_budget(draft: Draft, section: str, shape: Model) -> float:
     if machine.memory is None:
         return UNKNOWN_BUDGET
     is_served = draft.find_engine().serves
+    # vLLM holds weights in two bytes a number.
     server = SERVER_BYTES + shape.parameters * 2 if is_served else 0
     free = machine.memory - states - server - LOGITS * 8
     return max(machine.memory / 64, min(machine.memory / 4, 0.8 * free))
@@ -260,6 +271,7 @@ def choose_target(draft: Draft, section: str) -> Choice | None:
 def choose_prompts(draft: Draft, section: str) -> Choice | None:
     if not draft.machine.is_cpu:
         return None
+    # Whoever samples more than a batch has thought about its size.
     size = draft.get_count(section, "oversampled_prompts")
     return None if size else Choice(8, "for a CPU")
 
@@ -278,6 +290,7 @@ def count_model_bytes(facts: ModelFacts) -> int | None:
 
 def is_pruned(draft: Draft) -> bool:
     size = count_model_bytes(draft.facts)
+    # A model whose size is not known may be a large one.
     return size is None or size > KEPT_BYTES
 
 

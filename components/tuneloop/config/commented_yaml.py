@@ -68,6 +68,7 @@ def format_settings(pipeline: str, described: Section, key: str = "") -> str | N
         lines = [*format_introduction(pipeline, described), *format_all(described)]
         return "\n".join(lines) + "\n"
     item = described.find(key)
+    # The caller knows how the key was asked for, and refuses it.
     if item is None:
         return None
     parents = key.split(".")[:-1]
@@ -89,6 +90,7 @@ def format_introduction(pipeline: str, described: Section) -> Iterator[str]:
     pairs = [f"{setting.key}={setting.default}" for setting in first]
     width = max(map(len, pairs), default=0)
     for pair, setting in zip(pairs, first, strict=True):
+        # The whole text is above the setting itself.
         text = textwrap.shorten(setting.text, 100, placeholder=" …")
         yield f"#   {pair:{width}}  {text}".rstrip()
 
@@ -123,6 +125,7 @@ def format_item(
             yield f"{margin}# {item.meaning}"
         yield f"{margin}#{item.name}: {item.default}".rstrip()
         return
+    # Below a heading that is left out nothing may be active.
     is_inactive = is_inactive or item.optional_default is not None
     yield f"{margin}# {describe_heading(item)}"
     yield f"{margin}{'#' if is_inactive else ''}{item.name}:"

@@ -109,6 +109,7 @@ class Engine(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _check_args(self) -> Self:
+        # Options of somebody else's engine are checked in its stage.
         check_args(self.kind, self.args or {}, "args.")
         return self
 
@@ -179,10 +180,12 @@ class VllmEngine(Engine, frozen=True, extra="forbid"):
 
     @property
     def options(self) -> JsonObject:
+        # Whoever sets arguments sets all of them.
         options = dict(SHORT_CONTEXT if self.args is None else self.args)
         for name in ("deterministic", "snapshot"):
             if getattr(self, name):
                 options[name] = True
+        # Between batches the server gives its memory back by vLLM's own sleep.
         if self.colocate:
             options["enable_sleep_mode"] = True
         return options
@@ -251,6 +254,7 @@ class EndpointEngine(Engine, frozen=True, extra="forbid"):
     @property
     def options(self) -> JsonObject:
         options = dict(self.args or {})
+        # The engine gives these servers each version itself, and needs their addresses.
         if isinstance(self.weights, RefitFleet):
             options["fleet"] = self.weights.fleet
         return options
@@ -278,6 +282,7 @@ class EndpointEngine(Engine, frozen=True, extra="forbid"):
                 "endpoint needs the address of its servers: set rollout_endpoint_url, or "
                 "weights.kind=refit with weights.fleet"
             )
+        # Its frontend is found by its name in the cluster.
         is_graph = isinstance(self.weights, RefitFleet) and self.weights.fleet.startswith("dynamo:")
         if is_graph and self.rollout_endpoint_url is not None:
             raise ValueError(

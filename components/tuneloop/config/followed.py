@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from tuneloop.config.machine import Machine
 from tuneloop.config.model_facts import ModelFacts
@@ -48,6 +49,12 @@ class Followed:
     reason: str
 
 
+def is_section_of(stage: str, info: FieldInfo) -> bool:
+    """Return whether a field is a section that configures `stage`."""
+    name = f"{stage}{SECTION_SUFFIX}"
+    return any(section.__name__ == name for section in list_classes(info))
+
+
 @dataclass
 class Draft:
     """A configuration in the making: what a user has set, and what was chosen so far.
@@ -71,12 +78,12 @@ class Draft:
         return [
             name
             for name, info in self.config.model_fields.items()
-            if any(each.__name__ == f"{stage}{SECTION_SUFFIX}" for each in list_classes(info))
-            and not self.is_left_out(name)
+            if is_section_of(stage, info) and not self.is_left_out(name)
         ]
 
     def is_left_out(self, section: str) -> bool:
         """Return whether a section is null, as set or as chosen."""
+        # What a user has set counts more than what a rule chose.
         if section in self.values:
             return self.values[section] is None
         return section in self.chosen and self.chosen[section].value is None
@@ -100,6 +107,7 @@ class Draft:
     def find_kind(self, section: str) -> str:
         """Return the kind of a section that is one of several classes; empty for any other."""
         info = self.config.model_fields.get(section)
+        # A section of one class has no kind.
         default = read_kind(info.get_default(call_default_factory=True)) if info else ""
         return read_kind(self.values.get(section), default)
 
@@ -119,7 +127,8 @@ class Draft:
         """Return a field of a section: as set, else as chosen, else its default."""
         if self.is_set(section, name):
             return self.values[section][name]
-        if followed := self.chosen.get(f"{section}.{name}"):
+        followed = self.chosen.get(f"{section}.{name}")
+        if followed:
             return followed.value
         return self.read_default(section, name)
 
@@ -141,9 +150,12 @@ class Draft:
 
     def get_engine_args(self) -> JsonMapping:
         """Return the engine's own arguments as set or chosen; empty where there are none."""
+        # What a user has set may still be of any type.
         value = self.get("engine", "args")
         args = dict(value) if isinstance(value, Mapping) else {}
-        if followed := self.chosen.get(ENGINE_CONTEXT):
+        followed = self.chosen.get(ENGINE_CONTEXT)
+        if followed:
+            # It is chosen by itself, beside the arguments that the user has set.
             args["max_model_len"] = followed.value
         return args
 
@@ -183,6 +195,7 @@ class Rule:
         if not draft.has_field(section, self.setting) or draft.is_set(section, self.setting):
             return None
         default = draft.read_default(section, self.setting)
+        # A default that is not the demo's was chosen by the pipeline's author.
         if default not in self.demo:
             return None
         choice = self.choose(draft, section)
@@ -194,6 +207,7 @@ def keep_followed(
 ) -> JsonObject:
     """Return the configuration with which a run that is there is asked for: the recorded one, if
     both differ in settings alone that follow the machine, which may be another today."""
+    # Settings that follow the machine have the values of the day on which the run began.
     pinned = config
     for setting in followed:
         *path, name = setting.setting.split(".")
@@ -214,9 +228,13 @@ def merge_followed(values: JsonMapping, followed: Mapping[str, Followed]) -> Jso
 
 
 def _merge(values: JsonMapping, path: list[str], value: Any) -> JsonObject:
-    name, *deeper = path
-    if not deeper:
-        return {**values, name: value}
-    below = values.get(name, {})
+    """Return `values` with a value at `path`; neither they nor their sections are changed."""
+    name = path[0]
+    merged = dict(values)
+    section = values.get(name, {})
+    if len(path) == 1:
+        merged[name] = value
     # A section that is no mapping is refused when the configuration is checked.
-    return {**values, name: _merge(below, deeper, value) if isinstance(below, Mapping) else below}
+    elif isinstance(section, Mapping):
+        merged[name] = _merge(section, path[1:], value)
+    return merged

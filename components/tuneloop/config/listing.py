@@ -168,6 +168,7 @@ def describe_class(section: type[BaseModel], key: str, text: str = "") -> Sectio
             described = describe_class(inner, f"{prefix}{name}", summary)
             # `repr` names the class, too.
             default = repr(info.get_default(call_default_factory=True))
+            # Roles of pods have the same settings; they are described once.
             twin = keys_by_default.setdefault(default, described.key)
             if not is_optional(info) and twin != described.key:
                 described = replace(described, twin=twin)
@@ -198,9 +199,11 @@ def find_description(section: type[BaseModel], name: str) -> str:
 def describe_field(key: str, info: FieldInfo, text: str, rules: Sequence[str]) -> Setting:
     """Describe a field that is no section, with `rules` that its default follows."""
     notes = [*list_limits(info), *rules]
+    # Null does not show what a value looks like.
     if info.get_default(call_default_factory=True) is None and not info.is_required():
         types = [TYPE_NAMES[kind] for kind in list_types(info.annotation)]
         notes.insert(0, " or ".join(types))
+    # Most texts name the choices with what each means.
     choices = [str(choice) for choice in list_choices(info.annotation)]
     if not all(choice in text for choice in choices):
         notes.insert(0, f"one of {', '.join(choices)}")
@@ -236,6 +239,7 @@ def list_limits(info: FieldInfo) -> list[str]:
     """Return what a field's number may be, in words."""
     limits: list[str] = []
     for mark in info.metadata:
+        # Numbers below 0 mean nothing for most settings, so that it is not said of them.
         if isinstance(mark, Ge) and mark.ge != 0:
             limits.append(f"at least {mark.ge}")
         elif isinstance(mark, Gt):
@@ -258,6 +262,7 @@ def list_rule_notes(
         name: the name of the field.
         info: the field.
     """
+    # Rules name stages; these sections are of no stage and are named themselves.
     plain = key if key in PLAIN_SECTIONS else ""
     stage = section.__name__.removesuffix(SECTION_SUFFIX)
     for rule in RULES:
@@ -281,6 +286,7 @@ def describe_variants(
     shipped = {kind: section for kind, section in sections.items() if kind != PLUGIN}
     merged = merge_sections(shipped)
     meanings: list[str] = []
+    # Third parties' kinds have no name here, only a text that says how to write one.
     for kind, section in variants.items():
         text = section.model_fields[KIND].description or ""
         meanings.append(text if kind == PLUGIN else f"{kind}: {text}")
@@ -298,13 +304,19 @@ def merge_sections(sections: Mapping[str, Section]) -> Section:
             items_by_name.setdefault(item.name, {})[kind] = item
     items: list[Setting | Section] = []
     for items_by_kind in items_by_name.values():
-        settings = {k: item for k, item in items_by_kind.items() if isinstance(item, Setting)}
-        inner = {k: item for k, item in items_by_kind.items() if isinstance(item, Section)}
+        settings: dict[str, Setting] = {}
+        inner: dict[str, Section] = {}
+        for kind, item in items_by_kind.items():
+            if isinstance(item, Setting):
+                settings[kind] = item
+            else:
+                inner[kind] = item
         if settings:
             items.append(merge_settings(settings, sections.keys() - settings.keys()))
         elif len(inner) > 1:
             items.append(merge_sections(inner))
         else:
+            # A section that all kinds but one lack is named as this one's.
             items += [name_kinds(section, kind) for kind, section in inner.items()]
     return replace(next(iter(sections.values())), items=tuple(items))
 
@@ -314,12 +326,12 @@ def name_kinds(section: Section, kind: str) -> Section:
     return replace(section, text=f"{kind}: {section.text}")
 
 
-def merge_settings(settings: Mapping[str, Setting], others: set[str]) -> Setting:
+def merge_settings(settings: Mapping[str, Setting], missing: set[str]) -> Setting:
     """Merge the descriptions of a setting that several kinds of a section have.
 
     Args:
         settings: kind → setting, the default kind first.
-        others: the kinds that do not have it.
+        missing: the kinds that do not have it.
     """
     first = next(iter(settings.values()))
     kinds_by_text: dict[str, list[str]] = {}
@@ -329,10 +341,10 @@ def merge_settings(settings: Mapping[str, Setting], others: set[str]) -> Setting
         kinds_by_text.setdefault(setting.text, []).append(kind)
         kinds_by_default.setdefault(setting.default, []).append(kind)
         notes += setting.notes
-    if len(kinds_by_text) == 1 and not others:
+    if len(kinds_by_text) == 1 and not missing:
         text = first.text
     else:
-        text = "; ".join(f"{', '.join(kinds)}: {t}" for t, kinds in kinds_by_text.items())
+        text = "; ".join(f"{', '.join(kinds)}: {text}" for text, kinds in kinds_by_text.items())
     notes += [
         f"default of {', '.join(kinds)}: {default or 'none'}"
         for default, kinds in kinds_by_default.items()

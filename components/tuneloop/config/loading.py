@@ -1,5 +1,9 @@
-"""Pipelines and their configuration: found by name or path, filled from a file and ``--set``, checked once. A pipeline
-is a Python file with a docstring, a frozen pydantic model ``Config`` and ``build_argo(config)``."""
+"""Pipelines and their configuration: found by name or path, filled from a file and ``--set``, and
+checked once.
+
+A pipeline is a Python file with a docstring, a frozen pydantic model ``Config`` and
+``build_argo(config)``.
+"""
 
 import importlib.util
 import os
@@ -24,8 +28,13 @@ from tuneloop.core.json_types import JsonObject
 
 @dataclass(frozen=True)
 class Configured:
-    """A pipeline's configuration, which of its settings follow the base model and the machine, and
-    `notes` of what could not be followed or is hardly meant."""
+    """A pipeline's configuration.
+
+    Attributes:
+        settings: the configuration.
+        followed: its settings that follow the base model and the machine.
+        notes: what could not be followed, or is hardly meant.
+    """
 
     settings: BaseModel
     followed: tuple[Followed, ...]
@@ -42,23 +51,34 @@ class Pipeline:
 
     @property
     def Config(self) -> type[BaseModel]:
+        """The class of its configuration."""
         return self.module.Config
 
     def configure(self, file: Path | None = None, sets: Iterable[str] = ()) -> BaseModel:
-        """Make the configuration: defaults, then `file` (YAML), then each ``a.b=value`` of `sets` (parsed as YAML).
-        What all of these leave out follows the base model and the pods that the settings describe.
-        Raises UserError at an unreadable file, an unparsable value, an unknown key, and a wrong type or value."""
+        """Make the configuration: defaults, then `file`, then `sets`.
+
+        What all of these leave out follows the base model, and the pods that the settings describe.
+
+        Args:
+            file: a YAML file with the keys of the configuration.
+            sets: ``a.b=value`` each, whose value is parsed as YAML.
+
+        Raises:
+            UserError: an unreadable file, a value that is no YAML, an unknown key, a wrong type or
+                an impossible value.
+        """
         return self.configure_for(None, file, sets).settings
 
     def configure_for(
         self, machine: Machine | None, file: Path | None = None, sets: Iterable[str] = ()
-    ) -> "Configured":
-        """Make the configuration as `configure` does, and tell which settings follow the base model and `machine`
-        (None: the pods that the settings describe)."""
+    ) -> Configured:
+        """Make the configuration as `configure` does, with what follows the base model and
+        `machine`; None for the pods that the settings describe."""
         values = self.read_values(file, sets)
         followed = follow_model(self.Config, values, machine)
         settings = self.validate(merge_followed(values, followed))
-        notes = [*list_unknowns(self.Config, values), *list_doubts(self.Config, values)]
+        notes = list_unknowns(self.Config, values)
+        notes += list_doubts(self.Config, values)
         return Configured(settings, tuple(followed.values()), tuple(notes))
 
     def read_values(self, file: Path | None = None, sets: Iterable[str] = ()) -> JsonObject:
@@ -67,7 +87,7 @@ class Pipeline:
         Raises:
             UserError: the file or a value cannot be read.
         """
-        values = _read(file) if file else {}
+        values = _read_mapping(file) if file else {}
         self._expand(values)
         for item in sets:
             section, key, previous = _set(values, item)
@@ -84,10 +104,15 @@ class Pipeline:
         expand_texts(self.Config, values)
 
     def validate(self, values: JsonObject) -> BaseModel:
-        """Return `values` as a configuration."""
+        """Return `values` as a configuration.
+
+        Raises:
+            UserError: they are none; it names the first setting that is refused.
+        """
         try:
             return self.Config(**values)
         except ValidationError as error:
+            # The message says all; pydantic's own would name classes that users never see.
             raise explain_refusal(self.Config, error, values) from None
 
     def build(self, config: BaseModel) -> JsonObject:
@@ -97,96 +122,120 @@ class Pipeline:
 
 def dump_workflow(workflow: JsonObject) -> str:
     """Dump a rendered workflow as YAML; equal workflows give equal bytes."""
+    # Lines are never wrapped: a long command is easier to compare whole.
     return yaml.safe_dump(workflow, sort_keys=False, allow_unicode=True, width=sys.maxsize)
 
 
 def list_pipeline_folders(beside: str | os.PathLike[str] | None = None) -> list[Path]:
     """List the folders that are searched for pipelines, in order."""
     package = Path(__file__).parents[1]
-    first = [Path(beside).parent] if beside else [Path("pipelines")]
-    return [*first, package.parent.parent / "pipelines", package / "_pipelines"]
+    first = Path(beside).parent if beside else Path("pipelines")
+    # A checkout has the pipelines beside the package, and a wheel has them inside.
+    return [first, package.parent.parent / "pipelines", package / "_pipelines"]
 
 
 def list_pipelines() -> dict[str, Path]:
     """Return name → file of every pipeline that can be named."""
-    found: dict[str, Path] = {}
-    for place in list_pipeline_folders():
-        for path in sorted(place.glob("[a-z]*.py")):
-            found.setdefault(path.stem, path)
-    return dict(sorted(found.items()))
+    paths_by_name: dict[str, Path] = {}
+    for folder in list_pipeline_folders():
+        for path in sorted(folder.glob("[a-z]*.py")):
+            paths_by_name.setdefault(path.stem, path)
+    return dict(sorted(paths_by_name.items()))
 
 
 def find_pipeline(name: str) -> Pipeline:
-    """Find the pipeline `name`, one of `list_pipelines` or a file's path. Raises UserError where it is no pipeline."""
-    path = Path(name) if name.endswith(".py") else list_pipelines().get(name.replace("-", "_"))
+    """Find the pipeline `name`, one of `list_pipelines` or a file's path.
+
+    Raises:
+        UserError: there is no such pipeline, or the file is none.
+    """
+    is_path = name.endswith(".py")
+    path = Path(name) if is_path else list_pipelines().get(name.replace("-", "_"))
     if path is None or not path.is_file():
-        known = f"known: {', '.join(list_pipelines()) or 'none'}; or give the path of a .py file"
-        raise UserError("pipeline", name, "no such file" if path else known)
+        names = ", ".join(list_pipelines()) or "none"
+        remedy = f"known: {names}; or give the path of a .py file"
+        raise UserError("pipeline", name, "no such file" if path else remedy)
     module = _load(path.resolve())
     for attribute in ("Config", "build_argo"):
         if not hasattr(module, attribute):
-            raise UserError(
-                "pipeline",
-                name,
-                f"has no {attribute}; a pipeline defines Config and build_argo(config)",
-            )
+            remedy = f"has no {attribute}; a pipeline defines Config and build_argo(config)"
+            raise UserError("pipeline", name, remedy)
     return Pipeline(path.stem, path.resolve(), module)
 
 
 def load_pipeline(name: str, beside: str | os.PathLike[str] | None = None) -> ModuleType:
-    """Load a pipeline for another one that extends it; the folder of that one's file, `beside`, is searched first."""
-    for place in list_pipeline_folders(beside):
-        if (place / f"{name}.py").is_file():
-            return _load((place / f"{name}.py").resolve())
+    """Load a pipeline for another one that extends it.
+
+    Args:
+        name: the name of its file, without ``.py``.
+        beside: the file of the other one, whose folder is searched first.
+
+    Raises:
+        UserError: no folder has it.
+    """
+    for folder in list_pipeline_folders(beside):
+        path = folder / f"{name}.py"
+        if path.is_file():
+            return _load(path.resolve())
     raise UserError("pipeline", name, "not found")
 
 
 def _load(path: Path) -> ModuleType:
-    name = f"tuneloop._pipelines.{path.stem}@{path.parent}"  # the folder tells two files of one name apart
+    """Import a pipeline file, once in a process."""
+    # The folder tells two files of one name apart.
+    name = f"tuneloop._pipelines.{path.stem}@{path.parent}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader
-    module = sys.modules[name] = importlib.util.module_from_spec(
-        spec
-    )  # pydantic looks its annotations up there
+    module = importlib.util.module_from_spec(spec)
+    # Pydantic looks its annotations up there while the module is executed.
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except UserError:
         del sys.modules[name]
         raise
     except Exception as error:
+        # A file that is half imported must not be taken for a pipeline later.
         del sys.modules[name]
-        text = f"{type(error).__name__}: {error}"
-        raise UserError(
-            "pipeline", str(path), f"cannot be imported ({' '.join(text.split())})"
-        ) from error
+        text = _join_lines(f"{type(error).__name__}: {error}")
+        raise UserError("pipeline", str(path), f"cannot be imported ({text})") from error
     return module
 
 
 def read_yaml_documents(field: str, file: Path) -> list[Any]:
-    """Read the documents of a YAML file, which `field` names. Raises UserError where it is unreadable, or no YAML."""
+    """Read the documents of a YAML file, which `field` names in messages.
+
+    Raises:
+        UserError: it cannot be read, or is no YAML.
+    """
     try:
         return list(yaml.safe_load_all(file.read_text()))
     except OSError as error:
         raise UserError(field, str(file), f"cannot be read ({error.strerror})") from error
     # A day that no calendar has is no YAML, either: PyYAML raises ValueError for it.
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(
-            field, str(file), f"is not YAML ({' '.join(str(error).split())})"
-        ) from error
+        raise UserError(field, str(file), f"is not YAML ({_join_lines(str(error))})") from error
 
 
-def _read(file: Path) -> JsonObject:
-    values, *others = read_yaml_documents("--config", file) or [None]
-    if others or not isinstance(values, dict | None):
+def _join_lines(text: str) -> str:
+    """Return a message of somebody else's as one line."""
+    return " ".join(text.split())
+
+
+def _read_mapping(file: Path) -> JsonObject:
+    """Read a configuration file; an empty one sets nothing."""
+    documents = read_yaml_documents("--config", file) or [None]
+    values = documents[0]
+    if len(documents) > 1 or not isinstance(values, dict | None):
         raise UserError("--config", str(file), "must hold a mapping of keys to values")
     return values or {}
 
 
 def _expand_data(values: JsonObject) -> None:
-    """Write out the short form of the section ``data``: a text is its ``source``, and a list of texts
-    are several files."""
+    """Write out the short form of the section ``data``: a text is its ``source``, and a list of
+    texts are several files."""
     data = values.get("data")
     if isinstance(data, str):
         values["data"] = {"source": data}
@@ -195,19 +244,24 @@ def _expand_data(values: JsonObject) -> None:
 
 
 def _set(values: JsonObject, item: str) -> tuple[JsonObject, str, Any]:
-    """Set what ``section.key=value`` says. Return the section, the key, and the value before."""
+    """Set what ``section.key=value`` says. Return the section, the key, and the value before.
+
+    Raises:
+        UserError: it has another form, its value is no YAML, or a section on the way is a value.
+    """
     path, equals, text = item.partition("=")
-    *section, key = path.split(".")
-    if not equals or not all((*section, key)):
+    keys = path.split(".")
+    if not equals or not all(keys):
         raise UserError("--set", item, "write key=value, or section.key=value")
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError("--set", item, "the value is not YAML; quote it") from error
-    for name in section:
-        values = values.setdefault(name, {})
-        if not isinstance(values, dict):
+    section = values
+    for name in keys[:-1]:
+        section = section.setdefault(name, {})
+        if not isinstance(section, dict):
             raise UserError("--set", item, f"{name} is a value, not a section")
-    previous = values.get(key)
-    values[key] = value
-    return values, key, previous
+    previous = section.get(keys[-1])
+    section[keys[-1]] = value
+    return section, keys[-1], previous

@@ -1,5 +1,6 @@
-"""A loop of sampling and training: what samples, when it ends, how workflows and pods divide it, and
-which of its settings exclude one another."""
+"""A loop of sampling and training: what samples, when it ends, how workflows and pods divide it,
+and which of its settings exclude one another.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -36,21 +37,24 @@ class LoopConfig(BaseModel, frozen=True, extra="forbid"):
         60,
         ge=1,
         le=90,
-        description="iterations in one workflow; the run continues in another; Argo ends at depth 100",
+        description="iterations in one workflow; the run continues in another; Argo ends at "
+        "depth 100",
     )
     iterations_per_pod: PerPod = Field(
         "auto",
-        description="iterations that one pod runs, stage after stage in one process; 0: each stage has a pod; auto: as "
-        "many as keep the time between pods below a tenth, and 0 where one pod cannot run the loop, or runs share "
-        "devices",
+        description="iterations that one pod runs, stage after stage in one process; 0: each stage "
+        "has a pod; auto: as many as keep the time between pods below a tenth, and 0 where one pod "
+        "cannot run the loop, or runs share devices",
     )
     asynchronous: bool = Field(
         False,
-        description="sample the next batch while the policy is updated on this one: rollouts are then one version old",
+        description="sample the next batch while the policy is updated on this one: rollouts are "
+        "then one version old",
     )
     target_reward: float | None = Field(
         0.98,
-        description="stop once a batch of rollouts earns this mean reward; none: after the iterations",
+        description="stop once a batch of rollouts earns this mean reward; none: after the "
+        "iterations",
     )
     evaluate_every: int = Field(
         0, ge=0, description="iterations between evaluations; 0: only before and after"
@@ -64,18 +68,23 @@ class LoopConfig(BaseModel, frozen=True, extra="forbid"):
     @field_validator("iterations_per_pod", mode="before")
     @classmethod
     def _check_number(cls, value: Any) -> Any:
+        # Pydantic's message for the union would name both of its types.
         if value != "auto" and not (isinstance(value, int) and value >= 0):
             raise ValueError("must be auto or a number (0: each stage has a pod)")
         return value
 
 
 class LoopPipelineConfig(PipelineConfig):
-    """Settings of a run with a loop, whose sections `rollout` and `update` are those of the stages that it repeats."""
+    """Settings of a run with a loop.
+
+    Its sections `rollout` and `update` are those of the stages that the loop repeats; a pipeline
+    has them, made of its stages' parameters.
+    """
 
     nodes: Nodes = 1
     engine: EngineConfig = Field(VllmEngine(), description="what samples completions")
     loop: LoopConfig = LoopConfig()
-    if TYPE_CHECKING:  # a pipeline has them, made of its stages' parameters
+    if TYPE_CHECKING:
         rollout: Any
         update: Any
 
@@ -91,6 +100,7 @@ class LoopPipelineConfig(PipelineConfig):
         evaluate = values.get("evaluate", {})
         if not all(isinstance(section, Mapping) for section in (rollout, reward, evaluate)):
             return values
+        # What a user sets of `evaluate` stands.
         inherited = {name: rollout[name] for name in INHERITED if name in rollout}
         if "environment" in evaluate and evaluate["environment"] != rollout.get("environment"):
             # The arguments are those of another environment.
@@ -102,9 +112,11 @@ class LoopPipelineConfig(PipelineConfig):
 
     @property
     def max_staleness(self) -> int:
-        """The maximum age, in versions, of rollouts that are trained on; at least the age that the loop causes."""
+        """The maximum age, in versions, of rollouts that are trained on; at least the age that the
+        loop causes."""
         rollout = self.rollout
         carried = 0
+        # A group that is carried on was begun by a version before.
         if rollout.carry_after:
             rounds = rollout.max_tokens // rollout.carry_after
             carried = bound_staleness(
@@ -115,30 +127,35 @@ class LoopPipelineConfig(PipelineConfig):
 
     @property
     def iterations_per_pod(self) -> PerPod:
-        """Iterations per pod; auto is 0 where a pod cannot run the loop, or would keep other runs from their lease."""
-        asked = self.loop.iterations_per_pod
-        return 0 if asked == "auto" and (self.cluster.share or self._find_obstacle()) else asked
+        """Iterations per pod; auto is 0 where a pod cannot run the loop, or would keep other runs
+        from their lease."""
+        iterations = self.loop.iterations_per_pod
+        if iterations == "auto" and (self.cluster.share or self._find_obstacle()):
+            return 0
+        return iterations
 
     def _find_obstacle(self) -> UserError | None:
         """Return what keeps one pod from running the stages of the loop."""
         share = self.cluster.share
-        asked = "loop.iterations_per_pod"
+        setting = "loop.iterations_per_pod"
+        # The ranks of several pods meet in a JobSet of their own.
         if self.nodes > 1:
-            remedy = f"{asked} puts all stages into one pod: set this to 1, or it to 0"
+            remedy = f"{setting} puts all stages into one pod: set this to 1, or it to 0"
             return UserError("nodes", self.nodes, remedy)
         if share and share.roles != "together":
-            remedy = f"{asked} trains and samples in one pod: set this to together, or it to 0"
+            remedy = f"{setting} trains and samples in one pod: set this to together, or it to 0"
             return UserError("cluster.share.roles", share.roles, remedy)
         if self.loop.asynchronous:
-            remedy = f"overlaps stages; {asked} runs one at a time: set it to 0"
+            remedy = f"overlaps stages; {setting} runs one at a time: set it to 0"
             return UserError("loop.asynchronous", True, remedy)
         server = self.engine.server
         if server and server.colocate:
-            remedy = f"gives the GPU to one process after the other: set {asked} to 0"
+            remedy = f"gives the GPU to one process after the other: set {setting} to 0"
             return UserError("engine.colocate", True, remedy)
         return None
 
     def published(self, run: str) -> dict[str, str]:
+        """Return where new versions are published below the URL `run`, if servers pull them."""
         publication = self.engine.publication
         return {"weights": publication.url or f"{run}/weights"} if publication else {}
 
@@ -148,7 +165,10 @@ class LoopPipelineConfig(PipelineConfig):
         groups = self.rollout.prompts_per_iteration
         parts = self.update.updates_per_batch
         if parts > groups:
-            remedy = f"splits a batch of rollout.prompts_per_iteration ({groups}): set it to at most that"
+            remedy = (
+                f"splits a batch of rollout.prompts_per_iteration ({groups}): "
+                "set it to at most that"
+            )
             raise UserError("update.updates_per_batch", parts, remedy)
         carry_after = self.rollout.carry_after
         if self.loop.asynchronous and carry_after:
@@ -158,6 +178,7 @@ class LoopPipelineConfig(PipelineConfig):
             )
             raise UserError("rollout.carry_after", carry_after, remedy)
         per_pod = self.loop.iterations_per_pod
+        # Auto is no number yet, and 0 puts each stage into a pod of its own.
         if isinstance(per_pod, int) and per_pod:
             per_workflow = self.loop.per_workflow
             if per_workflow % per_pod:
@@ -191,6 +212,7 @@ class LoopPipelineConfig(PipelineConfig):
         server = self.engine.server
         if server is None:
             return self
+        # The lease is held for one server.
         if server.replicas > 1 and self.cluster.share:
             remedy = "runs that share devices have one server: unset it"
             raise UserError("engine.replicas", server.replicas, remedy)

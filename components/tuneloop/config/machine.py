@@ -50,9 +50,11 @@ def describe_pods(cluster: JsonMapping) -> Machine:
     """Return what the pods of a pipeline's section `cluster` compute on."""
     gpus: dict[str, int] = {}
     for role in ROLES:
+        # Nothing is validated yet: a wrong type is refused later, by its setting's name.
         resources = cluster.get(role)
         number = resources.get("gpus") if isinstance(resources, Mapping) else None
         gpus[role] = number if isinstance(number, int) else 0
+    # All roles compute on the devices of a claim, and have none of their own.
     share = cluster.get("share")
     if isinstance(share, Mapping) and share.get("device_class"):
         devices = share.get("count", 1)
@@ -82,6 +84,7 @@ def read_machine() -> Machine:
 def read_host_memory() -> int:
     """Return the bytes of memory that processes here may use: the machine's, or less by a control
     group."""
+    # A container sees the machine's memory, and is killed at the limit of its group.
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = CGROUP_LIMIT.read_text().strip()
@@ -93,6 +96,7 @@ def read_host_memory() -> int:
 def read_gpu_memories() -> list[int]:
     """Return the bytes of each GPU that CUDA_VISIBLE_DEVICES leaves visible; 0 where that is not
     known."""
+    # A machine without the driver's files has no GPU: it needs no process of nvidia-smi.
     devices = sorted(DEVICES.glob("nvidia[0-9]*"))
     if not devices:
         return []
@@ -100,6 +104,7 @@ def read_gpu_memories() -> list[int]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return memories
+    # An empty value and -1 hide devices.
     names = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
     return memories[: len(names)]
 
@@ -111,6 +116,7 @@ def query_gpu_memories() -> list[int]:
         return []
     command = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
+        # A driver that hangs must not keep a plan from being printed.
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return []

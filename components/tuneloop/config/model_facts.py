@@ -37,12 +37,23 @@ DEMO_PARAMETERS = 5_000_000
 
 @dataclass(frozen=True)
 class Model:
-    """Shape of a decoder. `linears` maps a layer's linears, for adapters, to (inputs, outputs);
-    empty: not known."""
+    """Shape of a decoder.
+
+    Attributes:
+        name: as `base_model` names it.
+        parameters: how many it has.
+        derivation: how they were counted, for people.
+        layers: its decoder layers.
+        hidden: width of the residual stream.
+        kv_heads: heads of keys and values.
+        head_dim: width of a head.
+        vocab: tokens of its vocabulary.
+        linears: linear of a layer, by its name → (inputs, outputs), for adapters; empty: not known.
+    """
 
     name: str
     parameters: int
-    how: str
+    derivation: str
     layers: int
     hidden: int
     kv_heads: int
@@ -94,10 +105,18 @@ def read_model_facts(
     vocab_size: int | None = None,
     max_position_embeddings: int | None = None,
 ) -> ModelFacts:
-    """Read what is known of the base model `name`. `adapter_base` is the model under adapters, by
-    default the one that they name. `vocab_size` and `max_position_embeddings` are those of a tiny
-    model, by default the defaults of the stage `base_model`. Raises UserError: a file that is not
-    JSON, or adapters whose base model has adapters, too."""
+    """Read what is known of the base model `name`.
+
+    Args:
+        name: a directory, a hub name, or a model that is made here.
+        revision: of a hub name.
+        adapter_base: the model under adapters; None: the one that they name.
+        vocab_size: of a tiny model; None: the default of the stage `base_model`.
+        max_position_embeddings: likewise.
+
+    Raises:
+        UserError: a file is not JSON, or the base model of adapters has adapters, too.
+    """
     if name in TINY:
         return describe_tiny_model(name, vocab_size, max_position_embeddings)
     directory = find_model_directory(name, revision)
@@ -120,6 +139,7 @@ def read_model_facts(
     document = read_json(directory / "config.json")
     config = document.get("text_config") or document
     generation = read_json(directory / "generation_config.json")
+    # generate() reads the generation's configuration first, and so do servers.
     stops = generation.get("eos_token_id", document.get("eos_token_id"))
     listed = stops if isinstance(stops, list) else [stops]
     return ModelFacts(
@@ -138,11 +158,9 @@ def describe_tiny_model(
 ) -> ModelFacts:
     """Return the facts of a model that the stage `base_model` makes itself."""
     defaults = base_model.Params.model_fields
-    config = {
-        **TINY_SHAPE,
-        "vocab_size": vocab_size or defaults["vocab_size"].default,
-        "model_type": name.removeprefix("tiny-"),
-    }
+    config: JsonObject = dict(TINY_SHAPE)
+    config["vocab_size"] = vocab_size or defaults["vocab_size"].default
+    config["model_type"] = name.removeprefix("tiny-")
     return ModelFacts(
         name=name,
         directory=None,
@@ -168,7 +186,8 @@ def find_model_directory(name: str, revision: str | None = None) -> Path | None:
 
 def find_hub_cache() -> Path:
     """Return the directory where huggingface_hub keeps models, by the variables that it reads."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
+    cache = os.environ.get("HF_HUB_CACHE")
+    if cache:
         return Path(cache)
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     return Path(home) / "hub"
@@ -200,6 +219,7 @@ def read_dtype(document: JsonMapping, config: JsonMapping, directory: Path) -> s
         stated = part.get("dtype") or part.get("torch_dtype")
         if isinstance(stated, str) and stated != "auto":
             return stated.removeprefix("torch.")
+    # Where nothing is stated, most tensors count: norms may be kept in float32.
     first = min(directory.glob("*.safetensors"), default=None)
     if first is None:
         return None
@@ -221,12 +241,19 @@ def find_chat_template(directory: Path) -> bool | None:
 
 
 def shape_of(name: str, config: JsonMapping, directory: Path | None) -> Model | str:
-    """Return a Hugging Face configuration's model; counted from weights in `directory`, else by the
-    Llama formula."""
-    config = {
-        **{key: config[older] for key, older in OLDER_NAMES.items() if older in config},
-        **config,
-    }
+    """Return the shape of the model that a Hugging Face configuration describes.
+
+    Args:
+        name: the model's.
+        config: its ``config.json``.
+        directory: where its weights are counted; None: by the formula of Llama's decoders.
+
+    Returns:
+        The shape, or a line that says why it is not known.
+    """
+    # Where a configuration has both names, today's is the one that counts.
+    older_values = {key: config[older] for key, older in OLDER_NAMES.items() if older in config}
+    config = older_values | dict(config)
     try:
         heads = config["num_attention_heads"]
         hidden = config["hidden_size"]
@@ -238,7 +265,8 @@ def shape_of(name: str, config: JsonMapping, directory: Path | None) -> Model | 
     head = config.get("head_dim") or hidden // heads
     counted = sum(map(count_parameters, directory.glob("*.safetensors"))) if directory else 0
     dense = "intermediate_size" in config and not any("experts" in key for key in config)
-    linears = {}
+    # Of experts and of other decoders the linears are not known, nor what adapters would add.
+    linears: dict[str, tuple[int, int]] = {}
     if dense:
         inner = config["intermediate_size"]
         queries = (hidden, heads * head)
@@ -256,18 +284,29 @@ def shape_of(name: str, config: JsonMapping, directory: Path | None) -> Model | 
     if counted:
         return Model(name, counted, "counted in the headers of its safetensors files", *shape)
     if not dense:
-        return f"{name}: not estimated, it has no weights here to count and is not a dense Llama-like decoder"
+        return (
+            f"{name}: not estimated, it has no weights here to count and is not a dense Llama-like "
+            "decoder"
+        )
     attention = 2 * hidden * heads * head + 2 * hidden * kv * head
     kind = config.get("model_type")
-    extra = (heads + 2 * kv) * head if kind == "qwen2" else 2 * head if kind == "qwen3" else 0
+    extra = 0
+    if kind == "qwen2":
+        # Biases of queries, keys and values.
+        extra = (heads + 2 * kv) * head
+    elif kind == "qwen3":
+        # Norms of queries and keys.
+        extra = 2 * head
     mlp = 3 * hidden * config["intermediate_size"]
     tied = 1 if config.get("tie_word_embeddings") else 2
     total = tied * vocab * hidden + layers * (attention + extra + mlp + 2 * hidden) + hidden
-    how = (
-        f"{'' if directory else 'at most '}{tied} × {vocab} × {hidden} embeddings + {layers} layers"
-        f" × ({attention:,} attention + {mlp:,} MLP + {2 * hidden + extra:,} norms and biases) + {hidden}"
+    # The vocabulary of a model that is made here is at most what was asked for.
+    bound = "" if directory else "at most "
+    derivation = (
+        f"{bound}{tied} × {vocab} × {hidden} embeddings + {layers} layers × ({attention:,} "
+        f"attention + {mlp:,} MLP + {2 * hidden + extra:,} norms and biases) + {hidden}"
     )
-    return Model(name, total, how, *shape)
+    return Model(name, total, derivation, *shape)
 
 
 def count_layer_bytes(model: Model, dtype: str) -> int:

@@ -7,20 +7,37 @@ from pydantic import BaseModel, Field, create_model, model_validator
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.settings import Cluster
 
-SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model"}
-SET_BY_PIPELINE |= {"completion_tokens", "engine_context", "required", "expected_world_size"}
-SET_BY_PIPELINE |= {"weights", "publish_weights", "weight_encoding"}
+SET_BY_PIPELINE = {
+    # The run's own.
+    "seed",
+    "iteration",
+    "model",
+    "required",
+    "expected_world_size",
+    # What samples.
+    "engine",
+    "endpoint",
+    "engine_args",
+    "completion_tokens",
+    "engine_context",
+    # How versions are published.
+    "weights",
+    "publish_weights",
+    "weight_encoding",
+}
 """Parameters of stages that a pipeline gives: they are in no section of its configuration."""
 PAIRS = {"preference", "preference_eval"}
 """Parameters of `data_prep` for the pipelines alone that train on pairs."""
 Nodes = Annotated[
     int,
     Field(
-        ge=1, description="pods of a stage that trains: several are a JobSet, for a cluster only"
+        ge=1,
+        description="pods of a stage that trains: several are a JobSet, for a cluster only",
     ),
 ]
 Tokenize = Annotated[
-    bool, Field(description="token ids of demonstrations and pairs are made once, by a stage")
+    bool,
+    Field(description="token ids of demonstrations and pairs are made once, by a stage"),
 ]
 
 
@@ -40,7 +57,8 @@ class Kfp(BaseModel, frozen=True, extra="forbid"):
     retries: int = Field(
         3,
         ge=0,
-        description="attempts of a pod after the first, by the retry policy of Argo's workflow defaults",
+        description="attempts of a pod after the first, by the retry policy of Argo's workflow "
+        "defaults",
     )
     timeout_s: int = Field(
         0, ge=0, description="seconds that a stage may take once its pod runs; 0: no limit"
@@ -67,30 +85,43 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def with_sections(cls, **sections: Any) -> Any:
-        """Return a subclass of this configuration that has a section, with defaults, for each stage
-        (`Component.settings`). A value that is no class is a field for pydantic: its type and its default."""
-        fields: dict[str, Any] = {
-            k: (v, v()) if isinstance(v, type) else v for k, v in sections.items()
-        }
+        """Return a subclass of this configuration with more fields.
+
+        Args:
+            sections: name → class of a section, whose settings all have defaults
+                (`Component.settings`); or name → type and default of a field.
+        """
+        fields: dict[str, Any] = {}
+        for name, section in sections.items():
+            fields[name] = (section, section()) if isinstance(section, type) else section
         return create_model("Config", __base__=cls, **fields)
 
     def published(self, run: str) -> dict[str, str]:
-        """Return where the stages of the run at the URL `run` publish checkpoints as weight versions, if they do."""
+        """Return where the stages of the run at the URL `run` publish checkpoints as weight
+        versions, if they do."""
         return {}
 
     @model_validator(mode="after")
     def _check_backends(self) -> "PipelineConfig":
-        other = next(
-            (f"{name}.backend" for name, section in self if getattr(section, "backend", None)), None
-        )
+        """Refuse what only the native backend does, where a stage has another one."""
+        backends = [
+            f"{name}.backend" for name, section in self if getattr(section, "backend", None)
+        ]
+        if not backends:
+            return self
+        # Not every pipeline has these two settings.
         for key, usual in (("nodes", 1), ("tokenize", False)):
-            if other and (value := getattr(self, key, usual)) != usual:
-                raise UserError(key, value, f"is for the backend native: leave it out, or {other}")
-        lora = any(getattr(section, "lora", None) for _, section in self)
-        if getattr(getattr(self, "export", None), "adapter", False) and not lora:
-            raise UserError(
-                "export.adapter",
-                True,
-                "no stage trains LoRA adapters: set trainer.lora, or leave it out",
-            )
+            value = getattr(self, key, usual)
+            if value != usual:
+                remedy = f"is for the backend native: leave it out, or {backends[0]}"
+                raise UserError(key, value, remedy)
+        return self
+
+    @model_validator(mode="after")
+    def _check_export(self) -> "PipelineConfig":
+        """Refuse the export of adapters that no stage trains."""
+        is_trained = any(getattr(section, "lora", None) for _, section in self)
+        if getattr(getattr(self, "export", None), "adapter", False) and not is_trained:
+            remedy = "no stage trains LoRA adapters: set trainer.lora, or leave it out"
+            raise UserError("export.adapter", True, remedy)
         return self

@@ -65,6 +65,7 @@ def explain_refusal(
         error: what it raised.
         values: what it was given.
     """
+    # The others may follow from it.
     first = error.errors()[0]
     location = locate_setting(config, first["loc"])
     if first["type"] == "union_tag_invalid":
@@ -95,6 +96,7 @@ def name_kinds_of_section(chosen: ChosenKind, remedy: str) -> str:
     of the family: a stage takes only those of its own objective."""
     if not remedy.startswith(UNKNOWN_VARIANT):
         return remedy
+    # The tag of third parties' kinds is nothing that a user writes.
     kinds = sorted(kind for kind in chosen.variants if kind != PLUGIN)
     return f"{UNKNOWN_VARIANT} {', '.join(kinds)}, or a dotted path pkg.mod:attr"
 
@@ -162,11 +164,13 @@ def explain_unknown_key(
         kinds = [
             kind for kind, section in chosen.variants.items() if path in find_keys(section, key)
         ]
+        # The class of third parties' kinds has a tag that no user writes.
         shipped = [kind for kind in kinds if kind != PLUGIN]
         if kinds:
             holders = " or ".join(shipped) or "your own"
             remedy = f"is a setting of kind {holders}, not of {describe_kind(chosen, values)}"
             return UserError(location.setting, value, remedy)
+    # It may be a setting of another section.
     keys = find_similar_keys(config, setting)
     section = location.section
     names = list(section.model_fields) if section else []
@@ -204,6 +208,7 @@ def find_similar_keys(config: type[BaseModel], setting: str) -> list[str]:
 
 def describe_kind(chosen: ChosenKind, values: JsonMapping) -> str:
     """Describe the kind of a section with the settings that it has."""
+    # What the user set, down to this section.
     section: Any = values
     for key in chosen.keys:
         section = section.get(key) if isinstance(section, Mapping) else None

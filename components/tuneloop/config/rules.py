@@ -1,4 +1,7 @@
-"""The table of defaults that follow the base model and the machine (docs/defaults.md lists them)."""
+"""The table of defaults that follow the base model and the machine.
+
+docs/defaults.md lists them.
+"""
 
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -45,6 +48,7 @@ def follow_model(
         facts=read_base_model(config, values),
         machine=machine or describe_pods(cluster if isinstance(cluster, Mapping) else {}),
     )
+    # First, so that no rule is applied to a stage that is left out.
     _skip_tuning(draft)
     for rule in RULES:
         for followed in rule.apply(draft):
@@ -66,6 +70,7 @@ def list_unknowns(config: Any, values: JsonMapping) -> list[str]:
     facts = read_base_model(config, values)
     if facts.is_demo:
         return []
+    # Nothing is fetched for a plan, which has to work offline.
     if facts.directory is None:
         return [
             f"{facts.name} is not here: its context, size and chat template are not known, and "
@@ -81,6 +86,7 @@ def list_doubts(config: Any, values: JsonMapping) -> list[str]:
     if not {"base_model", "data"} <= set(config.model_fields):
         return []
     default = config.model_fields["data"].get_default(call_default_factory=True)
+    # Another default is that of a pipeline which somebody made for data of his own.
     if getattr(default, "source", None) != DEMO_SOURCE:
         return []
     data = values.get("data", {})
@@ -96,6 +102,7 @@ def list_doubts(config: Any, values: JsonMapping) -> list[str]:
 
 def read_base_model(config: Any, values: JsonMapping) -> ModelFacts:
     """Read what is known of the base model that a configuration names."""
+    # Nothing is validated yet: a wrong type is refused later, by its setting's name.
     name = values.get("base_model", config.model_fields["base_model"].get_default())
     section = values.get("model")
     options = section if isinstance(section, Mapping) else {}
@@ -148,6 +155,7 @@ def _limit_context(draft: Draft) -> None:
         draft.chosen[ENGINE_CONTEXT] = Followed(ENGINE_CONTEXT, context.value, context.reason)
 
 
+# The order counts: a rule reads what those before it chose.
 RULES: tuple[Rule, ...] = (
     Rule(
         ("trainer", *TRAINERS, "reference_logprobs"),
@@ -183,7 +191,8 @@ RULES: tuple[Rule, ...] = (
         "args",
         (None,),
         choose_engine_args,
-        "of vLLM: `max_model_len` 2048 (CPUs: 1024) or twice `max_tokens`, at most the model's context",
+        "of vLLM: `max_model_len` 2048 (CPUs: 1024) or twice `max_tokens`, at most the model's "
+        "context",
         for_demo=True,
     ),
     Rule(
@@ -211,20 +220,24 @@ RULES: tuple[Rule, ...] = (
     Rule(
         TRAINERS,
         "learning_rate",
+        # Those of sft, of preference and the reward model, and of policy_update.
         (1e-3, 1e-4, 5e-4),
         choose_learning_rate,
-        "TRL's: sft 2e-5, preference 1e-6, policy_update 1e-6, reward_model 1e-4; with LoRA ten times that",
+        "TRL's: sft 2e-5, preference 1e-6, policy_update 1e-6, reward_model 1e-4; with LoRA ten "
+        "times that",
     ),
     Rule(
         ("trainer", *TRAINERS),
         "gradient_checkpointing",
         (False,),
         choose_checkpointing,
-        "true on accelerators from a billion parameters on, and where one example would not fit without",
+        "true on accelerators from a billion parameters on, and where one example would not fit "
+        "without",
     ),
     Rule(
         ("trainer", *TRAINERS),
         "per_device_train_batch_size",
+        # None is the trainer's; the numbers are those of stages that have their own.
         (None, 32, 128),
         choose_micro_batch,
         "the largest power of two whose activations fit in each stage, by the arithmetic of `plan`",

@@ -31,6 +31,7 @@ def make_kind_reader(default: str, kinds: Collection[str]) -> Callable[[Any], st
 
     def read_tag(value: Any) -> str:
         kind = read_kind(value, default)
+        # Any name that is not ours may be a third party's, where a section takes these.
         if kind not in kinds and PLUGIN in kinds:
             return PLUGIN
         return kind
@@ -70,6 +71,7 @@ def list_variants(info: FieldInfo) -> dict[str, type[BaseModel]]:
     variants: dict[str, type[BaseModel]] = {}
     for part in get_args(info.annotation):
         if get_origin(part) is Annotated:
+            # Pydantic finds a class of the union by its tag.
             section, *marks = get_args(part)
             variants |= {mark.tag: section for mark in marks if isinstance(mark, Tag)}
     return variants
@@ -81,6 +83,7 @@ def find_section(info: FieldInfo) -> type[BaseModel] | None:
     # The items of a list have keys, too, but `--set` has no name for them.
     if get_origin(info.annotation) is list:
         return None
+    # A section that may be left out is a union with None.
     kinds: tuple[Any, ...] = get_args(info.annotation) or (info.annotation,)
     sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
     scalars = [kind for kind in kinds if kind is not type(None) and kind not in sections]
@@ -104,6 +107,7 @@ def find_keys(config: type[BaseModel], key: str, prefix: str = "") -> list[str]:
     for name, info in config.model_fields.items():
         for section in list_classes(info):
             keys += find_keys(section, key, f"{prefix}{name}.")
+    # Several kinds of a section may have the same key.
     return list(dict.fromkeys(keys))
 
 
@@ -166,6 +170,7 @@ def locate_setting(config: type[BaseModel], parts: Iterable[str | int]) -> Locat
     section: type[BaseModel] | None = config
     below: type[BaseModel] | None = config
     variants: Mapping[str, type[BaseModel]] = {}
+    # Each part is a key, the index of an item, or the tag of the class that was chosen.
     for part in map(str, parts):
         if part in variants:
             chosen.append(ChosenKind(tuple(keys), part, variants))

@@ -1,8 +1,9 @@
 """What describes model and device of all stages that train: the section ``trainer``.
 
 How much an optimizer does (learning rate, steps, epochs) differs between stages and stays in their
-own sections. The stages declare these parameters (`tuneloop.training.options`); here they are collected
-once, and a pipeline gives them to its `StageSpec`."""
+own sections. The stages declare these parameters (`tuneloop.training.options`); here they are
+collected once, and a pipeline gives them to its `StageSpec`.
+"""
 
 from typing import Any
 
@@ -49,6 +50,7 @@ def make_trainer_config() -> Any:
     for name in TRAINER_SETTINGS:
         field = TrainerOptions.model_fields[name]
         fields[name] = (field.annotation, field)
+    # None in place of a number: each stage has its own.
     fields["adam_beta2"] = (float | None, ADAM_BETA2)
     fields["per_device_train_batch_size"] = (int | None, MICRO_BATCH)
     summary = "Model and device of the stages that train."

@@ -62,7 +62,7 @@ def render_plan(name: str, workflow: JsonMapping) -> "RenderableType":
     parameters: int | None = None
     if isinstance(model, Model):
         parameters = model.parameters
-        lines.append(f"memory of {model.name}: {parameters:,} parameters ({model.how})")
+        lines.append(f"memory of {model.name}: {parameters:,} parameters ({model.derivation})")
         lines += _describe_memory(pods, model)
     else:
         lines.append(f"memory of {model}")

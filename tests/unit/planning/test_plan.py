@@ -53,7 +53,10 @@ def test_stored_weights_are_counted_before_any_formula(tmp_path: Path) -> None:
     save_file({"b": np.zeros(7, np.float32)}, tmp_path / "model-2.safetensors")
     model = shape_of("m", PUBLISHED["Llama-3.2-1B"][1], tmp_path)
     assert isinstance(model, Model)
-    assert (model.parameters, model.how) == (22, "counted in the headers of its safetensors files")
+    assert (model.parameters, model.derivation) == (
+        22,
+        "counted in the headers of its safetensors files",
+    )
 
 
 def test_what_the_formula_does_not_cover_is_not_guessed(tmp_path: Path) -> None:
