@@ -1,7 +1,7 @@
 """What weakens a verdict: a measurement on few rows says little, whichever way it went."""
 
 from tuneloop.runs.run_record import Run
-from tuneloop.runs.summary import find_held_out
+from tuneloop.runs.summary import estimate_variance, find_held_out
 
 FEWEST_ROWS = 20
 """Held-out rows below which a mean is that of single rows: one of them moves it by over 5 %."""
@@ -12,11 +12,15 @@ def describe_caution(run: Run) -> str:
     it was measured on enough rows, or not on held-out rows at all."""
     evaluations = run.evaluations()
     if evaluations:
-        count = run.count_scored_completions(evaluations[-1].entry)
+        score = evaluations[-1]
+        count = run.count_scored_completions(score.entry)
         if not 0 < count < FEWEST_ROWS:
             return ""
+        error = estimate_variance(run, score) ** 0.5
+        # Scores that are all equal say nothing of their spread.
+        spread = f" (standard error {error:.2g})" if error else ""
         return (
-            f"Only {_count(count, 'held-out completion')} scored: a mean of so few says "
+            f"Only {_count(count, 'held-out completion')} scored{spread}: a mean of so few says "
             f"little; hold out at least {FEWEST_ROWS} prompts (data.eval)."
         )
     losses = find_held_out(run)

@@ -204,7 +204,7 @@ def _measure_gain(
     ):
         if len(scores) > 1:
             gain = scores[-1].value - scores[0].value
-            variances = [_estimate_variance(run, score) for score in (scores[0], scores[-1])]
+            variances = [estimate_variance(run, score) for score in (scores[0], scores[-1])]
             noise = 2 * sum(variances) ** 0.5
             return gain, noise, f"mean reward {describe_reward(run, scores)}"
     losses = find_held_out(run)
@@ -219,7 +219,7 @@ def _measure_gain(
     return None, 0.0, ""
 
 
-def _estimate_variance(
+def estimate_variance(
     run: Run,
     score: Score,
 ) -> float:

@@ -52,7 +52,10 @@ def test_rewards_of_few_completions(tmp_path: Path, times: int, is_few: bool) ->
     commit_evaluation(tmp_path / "r", "before", times * [0.0, 0.0, 0.0, 1.0], started=1.0)
     run = Run.open("r", str(tmp_path))
     caution = describe_caution(run)
-    assert caution.startswith("Only 16 held-out completions were scored: ") == is_few
+    assert (
+        caution.startswith("Only 16 held-out completions were scored (standard error 0.11): ")
+        == is_few
+    )
     assert bool(caution) == is_few
 
 
