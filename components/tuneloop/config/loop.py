@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from tuneloop.config.engines import EngineConfig, VllmEngine
 from tuneloop.config.pipeline import Nodes, PipelineConfig
+from tuneloop.config.sections import find_section
 from tuneloop.core.errors import UserError
 from tuneloop.inference.rounds import bound_staleness
 from tuneloop.workflow.pod_loop import PerPod
@@ -108,6 +109,10 @@ class LoopPipelineConfig(PipelineConfig):
         for name, source in INHERITED_FROM_REWARD.items():
             if source in reward:
                 inherited[name] = reward[source]
+        # A pipeline of somebody else's may evaluate by a stage with other settings.
+        section = find_section(cls.model_fields["evaluate"])
+        names = section.model_fields if section else {}
+        inherited = {name: value for name, value in inherited.items() if name in names}
         return dict(values) | {"evaluate": inherited | dict(evaluate)}
 
     @property

@@ -450,6 +450,15 @@ def test_an_evaluation_judges_as_the_loop_does() -> None:
     assert config.evaluate.reward_timeout_s == 9.0
 
 
+def test_an_evaluation_of_another_kind_inherits_what_it_has() -> None:
+    class Benchmark(BaseModel, frozen=True, extra="forbid"):
+        max_turns: int = 8
+
+    config = loading.find_pipeline("grpo").Config.with_sections(evaluate=Benchmark)
+    values = {"rollout": {"max_tokens": 5, "max_turns": 3}, "reward": {"error_budget": 0.2}}
+    assert config(**values).evaluate == Benchmark(max_turns=3)
+
+
 def test_a_text_for_a_section_of_several_kinds_is_its_kind(tmp_path: Path) -> None:
     grpo = loading.find_pipeline("grpo")
     assert grpo.configure(sets=["engine=transformers"]) == grpo.Config(engine="transformers")
