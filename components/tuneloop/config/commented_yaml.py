@@ -65,7 +65,8 @@ def format_settings(pipeline: str, described: Section, key: str = "") -> str | N
         YAML; None where `key` is none of the pipeline's keys.
     """
     if not key:
-        lines = [*format_introduction(pipeline, described), *format_all(described)]
+        lines = list(format_introduction(pipeline, described))
+        lines += format_all(described)
         return "\n".join(lines) + "\n"
     item = described.find(key)
     # The caller knows how the key was asked for, and refuses it.

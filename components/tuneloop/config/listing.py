@@ -64,7 +64,9 @@ class Setting:
         """The text and the notes in one line."""
         if self.origin:
             return f"as {self.origin}, unless it is set here"
-        return "; ".join([self.text, *self.notes]) if self.text else "; ".join(self.notes)
+        parts = [self.text] if self.text else []
+        parts += self.notes
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,8 @@ def find_description(section: type[BaseModel], name: str) -> str:
 
 def describe_field(key: str, info: FieldInfo, text: str, rules: Sequence[str]) -> Setting:
     """Describe a field that is no section, with `rules` that its default follows."""
-    notes = [*list_limits(info), *rules]
+    notes = list_limits(info)
+    notes += rules
     # Null does not show what a value looks like.
     if info.get_default(call_default_factory=True) is None and not info.is_required():
         types = [TYPE_NAMES[kind] for kind in list_types(info.annotation)]

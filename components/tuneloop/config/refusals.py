@@ -86,7 +86,7 @@ def explain_refusal(
     inner = refusal.field.removeprefix(written)
     setting = location.setting.removesuffix(".[key]")
     remedy = refusal.remedy
-    if location.chosen and location.keys == (*location.chosen[-1].keys, KIND):
+    if location.chosen and location.setting == location.chosen[-1].setting:
         remedy = name_kinds_of_section(location.chosen[-1], remedy)
     return UserError(f"{setting}{inner}", refusal.value, remedy)
 
@@ -102,7 +102,12 @@ def name_kinds_of_section(chosen: ChosenKind, remedy: str) -> str:
 
 
 def explain_unknown_kind(location: Location, error: ErrorDetails) -> UserError:
-    """Explain a kind that a section does not have."""
+    """Explain a kind that a section does not have.
+
+    Args:
+        location: the section.
+        error: pydantic's, whose context has the kind and those that were expected.
+    """
     context = error["ctx"]
     kind = context["tag"]
     expected = context["expected_tags"].replace("'", "")
@@ -119,8 +124,7 @@ def explain_unknown_kind(location: Location, error: ErrorDetails) -> UserError:
             if name in section.model_fields and kind in list_variants(section.model_fields[name])
         ]
         if holders:
-            outer = ".".join((*chosen.keys, KIND))
-            remedy = f"is for {outer}={' or '.join(holders)}; of {chosen.kind}: {expected}"
+            remedy = f"is for {chosen.setting}={' or '.join(holders)}; of {chosen.kind}: {expected}"
             return UserError(setting, kind, remedy)
     return UserError(setting, kind, f"unknown; known: {expected}")
 

@@ -142,6 +142,11 @@ class ChosenKind:
     kind: str
     variants: Mapping[str, type[BaseModel]]
 
+    @property
+    def setting(self) -> str:
+        """The key of the setting that chooses the kind."""
+        return f"{'.'.join(self.keys)}.{KIND}"
+
 
 @dataclass(frozen=True)
 class Location:
