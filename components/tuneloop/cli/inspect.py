@@ -284,10 +284,11 @@ def _list_runs(store: str, as_json: bool) -> None:
             created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
         result = ""
         if row["mean_reward"] is not None:
-            result = f"mean reward {row['mean_reward']:.3f} ({row['how']})"
+            result = f"{row['mean_reward']:.3f} mean reward ({row['how']})"
         elif row["held_out"] is not None:
             losses = row["held_out"]
-            result = f"held-out loss {losses['loss_before']:.3f} → {losses['loss_after']:.3f}"
+            # The numbers come first, as a narrow terminal cuts the end off.
+            result = f"{losses['loss_before']:.3f} → {losses['loss_after']:.3f} held-out loss"
         iteration = str(row["iteration"] or "")
         pipeline = row["pipeline"] or ""
         lines.append((row["run"], pipeline, row["phase"], iteration, created, result))

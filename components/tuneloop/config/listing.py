@@ -166,7 +166,7 @@ def describe_class(section: type[BaseModel], key: str, text: str = "") -> Sectio
             description = find_description(section, name)
             items.append(describe_field(f"{prefix}{name}", info, description, rules))
         else:
-            summary = info.description or summarize(inner)
+            summary = info.description or get_summary(inner)
             described = describe_class(inner, f"{prefix}{name}", summary)
             # `repr` names the class, too.
             default = repr(info.get_default(call_default_factory=True))
@@ -178,10 +178,10 @@ def describe_class(section: type[BaseModel], key: str, text: str = "") -> Sectio
                 is_null = info.get_default(call_default_factory=True) is None
                 described = replace(described, optional_default="null" if is_null else "{}")
             items.append(described)
-    return Section(key, text or summarize(section), tuple(items))
+    return Section(key, text or get_summary(section), tuple(items))
 
 
-def summarize(section: type[BaseModel]) -> str:
+def get_summary(section: type[BaseModel]) -> str:
     """Return the first sentence of a class's docstring."""
     text = " ".join((section.__doc__ or "").split())
     return text.partition(". ")[0].rstrip(".")
@@ -295,7 +295,7 @@ def describe_variants(
         meanings.append(text if kind == PLUGIN else f"{kind}: {text}")
     items: list[Setting | Section] = [Setting(f"{key}.{KIND}", default, "; ".join(meanings))]
     items += [item for item in merged.items if item.name != KIND]
-    text = info.description or summarize(variants[default])
+    text = info.description or get_summary(variants[default])
     return Section(key, text, tuple(items))
 
 
