@@ -107,7 +107,8 @@ class Component:
         function = self.function
         self.name = function.__name__
         self.template = self.name.replace("_", "-")
-        self.summary = (inspect.getdoc(function) or "").split("\n")[0]
+        summary = (inspect.getdoc(function) or "").partition("\n\n")[0]
+        self.summary = " ".join(summary.split())
         self.inputs: dict[str, bool] = {}
         self.options: dict[str, type[Options]] = {}
         self.Params = self._read_signature()

@@ -93,6 +93,7 @@ def execute_workflow(
             on_node=on_node,
             on_log=on_log,
         )
+        # Inputs of another entrypoint are no parameters of the workflow.
         inputs = dict(parameters)
         for name, value in (arguments or {}).items():
             inputs[name] = format_value(value)
@@ -121,6 +122,7 @@ def execute_parts(
     of them as one run. A resumed run starts at the workflow that did not succeed. Raises UserError
     as `execute_workflow`.
     """
+    # A resumed run has the continuations of its earlier workflows in the journal.
     state = read_state(workdir)
     continuations = list(state.parts) if state else []
     run = name_run(workflow)
@@ -163,6 +165,7 @@ def _run(execution: Execution, entry: Call, exit_handler: str | None) -> Outcome
         execution.status = "Succeeded" if result.phase in ("Skipped", "Omitted") else result.phase
         record.phase = execution.status
         record.message = result.message
+        # Who stops a run here does not wait for its exit handler.
         if exit_handler and execution.stopped_by is None:
             handler = Call(
                 template=exit_handler,
@@ -212,6 +215,7 @@ def _run_in_thread(execution: Execution, call: Call) -> Result:
     )
     thread.start()
     while thread.is_alive():
+        # Python runs signal handlers in the main thread, between two waits.
         thread.join(0.05)
         if execution.stopping.is_set():
             execution.end_pods()

@@ -173,6 +173,7 @@ def run_pod(execution: Execution, template: JsonMapping, node: Node) -> Result:
         if execution.stopping.is_set() or execution.find_end_reason(node.name):
             return Result("Failed", "stopped before it started")
         execution.start(node)
+        # Those that import torch gain more by the warm process than they lose by waiting for it.
         patient = not set(command[:3]) & set(LIGHT)
         process = execution.launcher.start(command, env, execution.cwd, log, log, patient)
         with execution.watch_pod(node, process, grace):
@@ -188,6 +189,7 @@ def run_pod(execution: Execution, template: JsonMapping, node: Node) -> Result:
     if process.code == 0 and missing:
         result.phase = "Error"
         result.message = f"did not write its output {', '.join(missing)}"
+    # A pod that a stopped run has ended is no fault of its program.
     if execution.stopping.is_set() and result.broken:
         result.message = "stopped"
     elif result.phase == "Failed":

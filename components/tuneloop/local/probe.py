@@ -135,6 +135,7 @@ def count_endings(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
     for trial in trials:
         counts[trial.target, trial.category, trial.ending] += 1
         counts[trial.target, "all", trial.ending] += 1
+    # In the order of the trials, each once.
     targets = list(dict.fromkeys(trial.target for trial in trials))
     categories = list(dict.fromkeys(trial.category for trial in trials))
     rows: list[list[str]] = []
@@ -182,6 +183,7 @@ def _try_all(
         metadata: of the row, as the reward gets it.
     """
     attacks = list(load_attacks(row))
+    # An environment's tools run what the policy writes, in a sandbox of their own.
     if target != reward:
         attacks += [_send_to_tool(attack, target) for attack in attacks]
     rows = [
@@ -191,6 +193,7 @@ def _try_all(
             "reward_spec": json.dumps({reward: 1.0}),
             "completion": text,
         }
+        # The wrong answers come first, and are taken apart below.
         for text in WRONG + tuple(attack.text for attack in attacks)
     ]
     outcomes = score_all(rows, timeout_s=timeout_s, workers=os.cpu_count() or 1, memory=2 << 30)

@@ -57,7 +57,8 @@ class DeployOptions(Options):
 
 @component("promotion", account="tuneloop-deployer")
 def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployOptions) -> Results:
-    """Make a Deployment serve an exported model, and verify by a request that it does; else restore the former model.
+    """Make a Deployment serve an exported model, and verify by a request that it does; else restore
+    the former model.
 
     Raises:
         NotPromoted: the model's mean reward is too low; or its pods did not become ready or do not

@@ -46,7 +46,8 @@ class EvaluateOptions(SamplingOptions):
 
 @generate.sampling_stage("metrics", "evaluator", mean_reward=float)
 def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOptions) -> Results:
-    """Generate one completion for each of the first `limit` held-out prompts, and score it by the prompt's rewards.
+    """Generate one completion for each of the first `limit` held-out prompts, and score it by the
+    prompt's rewards.
 
     Prompts that leave too little room for a completion are skipped, and others take their place
     (``data.too_long``). The mean is over what could be scored; ``facts.outcomes`` counts the rest

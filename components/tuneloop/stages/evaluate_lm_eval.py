@@ -82,7 +82,8 @@ def hash_task_files(params: Any) -> JsonObject:
     identity=hash_task_files,
 )
 def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> Results:
-    """Run lm-eval's tasks on a checkpoint, with their own prompts and metrics, and lm-eval's own seeds.
+    """Run lm-eval's tasks on a checkpoint, with their own prompts and metrics, and lm-eval's own
+    seeds.
 
     `score` is the mean of one metric of each task; a group with metrics of its own counts as one
     task. A server proves by the canary that it has this checkpoint. Raises UserError if lm-eval is
@@ -166,7 +167,8 @@ def load_tasks(options: LmEvalOptions) -> tuple[Any, JsonObject]:
 
 
 def read_metrics(evaluation: JsonMapping, first: str | None) -> dict[str, dict[str, float]]:
-    """Read the metrics of each task and group that has numbers, the one called `first` before others.
+    """Read the metrics of each task and group that has numbers, the one called `first` before
+    others.
 
     Raises:
         UserError: a task has none.

@@ -32,7 +32,8 @@ WithGguf = Annotated[bool, Field(description="write model.gguf for llama.cpp, to
 def export(
     stage: Stage, policy: Input, *, adapter: WithAdapter = False, gguf: WithGguf = False
 ) -> Results:
-    """Copy a checkpoint's ``model/`` out: the artifact's files are the model directory, nothing around it.
+    """Copy a checkpoint's ``model/`` out: the artifact's files are the model directory, nothing
+    around it.
 
     With `adapter` a folder ``adapter/`` has the LoRA adapters alone, with `gguf` ``model.gguf``
     all, for llama.cpp.

@@ -32,7 +32,8 @@ def model_reward(
     ] = 64,
     options: ScoringOptions,
 ) -> Results:
-    """Score the very tokens that were sampled with a reward model, which must have the policy's tokenizer.
+    """Score the very tokens that were sampled with a reward model, which must have the policy's
+    tokenizer.
 
     Rollouts without scores get the model's; to scores of `reward` it adds ``weight * score``, and a
     rollout that `reward` left without a score keeps none. ``breakdown`` holds the model's own score

@@ -143,7 +143,8 @@ def policy_update(
     weights: Weights = None,
     seed: int = 0,
 ) -> Results:
-    """Take policy gradient steps on scored rollouts; docs/training.md has the algorithms and their options.
+    """Take policy gradient steps on scored rollouts; docs/training.md has the algorithms and their
+    options.
 
     Only rollouts with the outcome ``score`` count: in baselines, in the loss and in its mean. A
     rollout without an advantage has no gradient: it counts in the mean, but does not go through the

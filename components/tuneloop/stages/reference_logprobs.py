@@ -34,7 +34,8 @@ def reference_logprobs(
     ] = 64,
     options: ReferenceOptions,
 ) -> Results:
-    """Score every chosen and rejected completion under `policy`, the reference that `preference` stays close to.
+    """Score every chosen and rejected completion under `policy`, the reference that `preference`
+    stays close to.
 
     Raises:
         UserError: no pairs, or one that is longer than `max_length` or the model's context.

@@ -56,7 +56,8 @@ def reward(
     memory_mb: Annotated[int, Field(ge=1, description="memory of each process that judges")] = 4096,
     workers: Annotated[int, Field(ge=1, description="processes")] = 1,
 ) -> Results:
-    """Score every rollout; one that could not be judged gets an outcome without a score, never a score of zero.
+    """Score every rollout; one that could not be judged gets an outcome without a score, never a
+    score of zero.
 
     ``facts.reward`` holds `mean` and `std` (population) over the scores, `solved` (share of scores
     that are full marks), `outcomes` (counts), `breakdown` (mean of each reward before weighting)

@@ -96,7 +96,8 @@ class RolloutOptions(SamplingOptions):
 
 @generate.sampling_stage("rollouts", "sampler", completions=int, mean_length=float)
 def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOptions) -> Results:
-    """Generate `n` completions for each prompt of the iteration's batch; with an environment, `n` episodes.
+    """Generate `n` completions for each prompt of the iteration's batch; with an environment, `n`
+    episodes.
 
     The batch is a function of (seed, iteration): prompts come from a permutation of
     ``train.parquet`` for each epoch. A prompt that leaves too little room for a completion is

@@ -8,7 +8,8 @@ from tuneloop.training.corpora import SIDES, digest_tokenizer, tokenize_split
 
 @component("tokens", image="trainer", results={"documents": int})
 def tokenize_data(stage: Stage, policy: Input, prompts: Input) -> Results:
-    """Tokenize demonstrations and pairs as `policy` does, for stages that take the result in place of `prompts`.
+    """Tokenize demonstrations and pairs as `policy` does, for stages that take the result in place
+    of `prompts`.
 
     A stage that trains on fixed rows maps these into memory; given rows, each of its processes
     tokenizes all of them, at every start. The files are a function of the rows and the tokenizer

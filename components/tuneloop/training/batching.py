@@ -87,6 +87,7 @@ def plan_micro_batches(
     longer in all than the largest one takes. `packed` micro-batches have similar mixes of lengths;
     others have documents of similar length.
     """
+    # No rank should have all documents in one micro-batch while others idle.
     limit = min(limit, max(1, math.ceil(len(lengths) / world)))
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     if packed:

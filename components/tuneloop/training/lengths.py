@@ -32,10 +32,16 @@ def fit_corpus(
     """Return the documents of a split that fit `max_length` and the context of `policy`.
 
     What becomes of longer ones is a setting of the data: `too_long`, and the share `drop_at_most`
-    that may be dropped. Documents are kept or dropped by `together` (pairs: 2). Counts and the
-    first rows are left in ``facts.too_long``. With `is_delegated`, for another backend, none may be
-    longer. Raises UserError: more rows than may be dropped, or
-    ids beyond the vocabulary."""
+    that may be dropped. Counts and the first rows are left in ``facts.too_long``.
+
+    Args:
+        max_length: tokens of a document in a step.
+        together: documents that are kept or dropped together (pairs: 2).
+        is_delegated: another backend trains; none may be longer.
+
+    Raises:
+        UserError: more rows are longer than may be dropped, or there are ids beyond the vocabulary.
+    """
     check_vocabulary(corpus, policy)
     limit = min(max_length, policy.context)
     long = np.flatnonzero(corpus.lengths > limit).tolist()
@@ -53,20 +59,23 @@ def fit_corpus(
     ]
     dropped = {index // together for index in lost}
     count = len(corpus) // together
-    over = f"max_length {max_length}; raise it" if max_length <= policy.context else ""
+    bound = f"context of {policy.context}"
+    if max_length <= policy.context:
+        bound = f"max_length {max_length}; raise it"
     rule.check_share(
-        len(dropped),
-        count,
-        [describe_long(corpus, index, limit) for index in choose_longest(corpus, lost)[:SHOWN]],
-        f"over the {over or f'context of {policy.context}'}",
+        len(dropped), count, describe_longest(corpus, lost, limit), f"over the {bound}"
     )
     # Both documents of a pair go where one is dropped.
-    groups = [group for group in range(count) if group not in dropped]
-    indices = [group * together + member for group in groups for member in range(together)]
-    rows = choose_longest(corpus, long)
-    examples = [describe_long(corpus, index, limit) for index in rows[:SHOWN]]
+    indices = [index for index in range(count * together) if index // together not in dropped]
+    examples = describe_longest(corpus, long, limit)
     cut = len({index // together for index in long} - dropped)
-    counts = {"dropped": len(dropped), "cut": cut, "of": count, "limit": limit, "first": examples}
+    counts = {
+        "dropped": len(dropped),
+        "cut": cut,
+        "of": count,
+        "limit": limit,
+        "first": examples,
+    }
     stage.facts.setdefault("too_long", []).append(counts)
     stage.log(
         f"longer than {limit} tokens: {len(dropped)} of {count} rows dropped, {cut} cut off "
@@ -75,15 +84,19 @@ def fit_corpus(
     return corpus.select(indices, limit)
 
 
-def choose_longest(corpus: Corpus, indices: Iterable[int]) -> list[int]:
-    """Choose the longest document of each row, in the order of files and rows: a pair has two
-    documents, and a conversation may have several."""
+def describe_longest(corpus: Corpus, indices: Iterable[int], limit: int) -> list[str]:
+    """Describe the first rows that have documents at `indices`, each by its longest one.
+
+    A pair has two documents, and a conversation may have several. Rows are in the order of files
+    and rows.
+    """
     longest: dict[str, int] = {}
     for index in indices:
         name = corpus.name(index)
         if name not in longest or corpus.lengths[index] > corpus.lengths[longest[name]]:
             longest[name] = index
-    return [longest[name] for name in sorted(longest, key=split_numbers)]
+    names = sorted(longest, key=split_numbers)
+    return [describe_long(corpus, longest[name], limit) for name in names[:SHOWN]]
 
 
 def check_vocabulary(corpus: Corpus, policy: "Policy") -> None:

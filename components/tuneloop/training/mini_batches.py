@@ -59,9 +59,10 @@ def set_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None
         kl=kl,
     )
     values = algorithm.advantages(completions)
-    for sample, part in zip(samples, values.split(targets.tolist())):
-        sample.advantages = array("f", part.tolist())
-        _mark_use(algorithm, sample, has_advantage=bool(part.any()))
+    # The values of all samples lie end to end, one a target token.
+    for sample, advantages in zip(samples, values.split(targets.tolist())):
+        sample.advantages = array("f", advantages.tolist())
+        _mark_use(algorithm, sample, has_advantage=bool(advantages.any()))
 
 
 def _mark_use(algorithm: PolicyGradient, sample: Sample, *, has_advantage: bool) -> None:
@@ -98,8 +99,9 @@ def split_mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> l
         remedy = f"is more than the {len(groups)} groups of rollouts; lower it"
         raise UserError("--updates-per-batch", count, remedy)
     generator = torch.Generator().manual_seed(stage.seed("mini_batches"))
-    shuffle = torch.randperm(len(groups), generator=generator).tolist()
-    part_by_group = {groups[index]: position % count for position, index in enumerate(shuffle)}
+    order = torch.randperm(len(groups), generator=generator).tolist()
+    # Groups are dealt out like cards, so that the parts have equally many but for one.
+    part_by_group = {groups[index]: position % count for position, index in enumerate(order)}
     batches: list[list[Sample]] = [[] for _ in range(count)]
     for sample in samples:
         if sample.score is not None:
