@@ -190,18 +190,23 @@ def policy_update(
     )
     if stage.leader:
         pass_carried(rewards, stage.out)
-    # It is committed while the next rollout samples, which needs only the model.
     is_due = iteration % options.state_every == 0
     stage.notes["state"] = "due" if is_due else "not due"
     if is_due:
-        stage.commit_later(
-            checkpoint.STATE,
-            lambda path: trainer.save(path / "trainer"),
-            kind="trainer-state",
-            facts=stage.facts[checkpoint.STATE_FACT],
-        )
+        commit_state_later(stage, trainer)
     checkpoint.RESIDENT.keep(trainer, stage.attempt, options)
     return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
+
+
+def commit_state_later(stage: Stage, trainer: Trainer) -> None:
+    """Commit the trainer's state below the checkpoint, once that is committed."""
+    # The next rollout, which needs only the model, samples meanwhile.
+    stage.commit_later(
+        checkpoint.STATE,
+        lambda path: trainer.save(path / "trainer"),
+        kind="trainer-state",
+        facts=stage.facts[checkpoint.STATE_FACT],
+    )
 
 
 def train_policy(

@@ -165,21 +165,33 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     warn_of_blind_spot(stage, policy, options.iteration)
     _write(stage.out / rollouts.FILE, tokenizer, groups)
     sampled = [completion for *_, group in groups for completion in group]
-    mean_length = sum(len(completion.ids) for completion in sampled) / len(sampled)
-    truncated = sum(completion.finish_reason == "length" for completion in sampled)
-    stage.metric(
-        options.iteration,
-        completions=len(sampled),
-        mean_length=mean_length,
-        cut=truncated / len(sampled),
-        **more_metrics,
-        **stage.facts["canary"],
-    )
+    mean_length = record_metrics(stage, options.iteration, sampled, more_metrics)
     return {"completions": len(sampled), "mean_length": mean_length}
 
 
 Group = tuple[Mapping[str, Any], rollouts.Request, Sequence[rollouts.Completion]]
 """A row of prompts, its request, and its completions."""
+
+
+def record_metrics(
+    stage: Stage,
+    iteration: int,
+    sampled: Sequence[rollouts.Completion],
+    more_metrics: Mapping[str, float],
+) -> float:
+    """Record the metrics of an iteration's completions, and return their mean length in tokens."""
+    mean_length = sum(len(completion.ids) for completion in sampled) / len(sampled)
+    truncated = sum(completion.finish_reason == "length" for completion in sampled)
+    stage.metric(
+        iteration,
+        completions=len(sampled),
+        mean_length=mean_length,
+        cut=truncated / len(sampled),
+        **more_metrics,
+        # How well the engine has proved that it serves this policy.
+        **stage.facts["canary"],
+    )
+    return mean_length
 
 
 def note_carried(

@@ -54,8 +54,8 @@ def round_tensor(value: Tensor, dtype: torch.dtype, name: str, first: int = 0) -
         # exponent; the sign is apart, so that negative numbers are rounded as positive ones.
         raised = (part.view(torch.int32) + threshold) & -(1 << bits)
         # An infinity or a NaN would become another number.
-        kept = torch.where(part.isfinite(), raised.view(torch.float32), part)
-        rounded[position : position + len(part)] = kept
+        result = torch.where(part.isfinite(), raised.view(torch.float32), part)
+        rounded[position : position + len(part)] = result
         position += len(part)
         offset = 0
     return rounded.view(value.shape)
