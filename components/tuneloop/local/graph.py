@@ -27,7 +27,12 @@ UNMET = "omitted: depends condition not met"
 
 
 def run_template(execution: Execution, call: Call) -> Result:
-    """Run a template; an error in the workflow becomes the result, and is not raised."""
+    """Run a template, with its retries, and record its node.
+
+    Returns:
+        The result; of a daemon, once it is ready. An error in the workflow or of this machine
+        becomes the result, and is not raised.
+    """
     template = execution.templates.get(call.template)
     is_retried = template is not None and "retryStrategy" in template
     node_type = "Retry" if is_retried else execution.get_node_type(call.template)
@@ -133,7 +138,14 @@ class Graph:
         self.daemons: list[Daemon] = []
 
     def run(self) -> Result:
-        """Run all tasks, then end the daemons among them."""
+        """Run all tasks, then end the daemons among them.
+
+        Returns:
+            The outputs, if all leaves have succeeded; else the failure of the first task.
+
+        Raises:
+            ExpressionError, KeyError: an output has no value.
+        """
         self.execution.start(self.node)
         try:
             results = self._run_tasks()
@@ -172,7 +184,11 @@ class Graph:
         return scope
 
     def _run_tasks(self) -> dict[str, Result]:
-        """Start each task as soon as what it depends on has settled."""
+        """Start each task as soon as what it depends on has settled.
+
+        Returns:
+            The results of all tasks, in the order in which they settled.
+        """
         results: dict[str, Result] = {}
         started: set[str] = set()
         changed = threading.Condition()

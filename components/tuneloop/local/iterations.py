@@ -129,6 +129,7 @@ class Iterations:
             has_work = length and length.has_work(number, self._loop.steps[-1].name)
             inputs["iteration"] = str(number)
             outputs = self._iterate(inputs)
+            # The next iteration begins with what this one carries on.
             inputs |= outputs
             if length and has_work:
                 # An evaluation is not counted, as it is rare.

@@ -144,7 +144,14 @@ class PodDaemon:
 
 
 def run_pod(execution: Execution, template: JsonMapping, node: Node) -> Result:
-    """Run the container of a template whose tags are substituted already."""
+    """Run the container of a template whose tags are substituted already.
+
+    Returns:
+        The result with the pod's outputs, once it has ended; of a daemon, once it is ready.
+
+    Raises:
+        RuntimeError: the process that starts pods has ended.
+    """
     container = template["container"]
     home = execution.workdir / "nodes" / node.id
     files = PodFilesystem(home, template)

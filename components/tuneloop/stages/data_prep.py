@@ -216,7 +216,20 @@ class PreparationParams(Protocol):
 def write_rows(
     stage: Stage[PreparationParams], router: Router, builder: RowBuilder, tally: "Tally"
 ) -> dict[Split, SplitWriter]:
-    """Read all rows, prove their gold answers, and give each to the writers of its splits."""
+    """Read all rows, prove their gold answers, and give each to the writers of its splits.
+
+    Args:
+        router: reads the source, and decides which rows go where.
+        builder: makes a row of a table of each example.
+        tally: counts what was proved.
+
+    Returns:
+        The writers, which are still open: the counts decide which splits get a file.
+
+    Raises:
+        UserError: the source cannot be read, or too many rows cannot be used.
+        Interrupted: on SIGTERM.
+    """
     params = stage.params
     judge = functools.partial(examine_answers, timeout_s=params.timeout_s)
     expected = sum(size.number or 0 for size in router.sizes.values())
@@ -245,7 +258,14 @@ def write_rows(
 def open_source(
     stage: Stage, counts: Mapping[Split, int | None]
 ) -> tuple[Splits, dict[Split, Size]]:
-    """Open the source of a stage's parameters, and choose how many rows each split gets."""
+    """Open the source of a stage's parameters, and choose how many rows each split gets.
+
+    Args:
+        counts: split → the rows that the user wants in it; None: as many as fit.
+
+    Raises:
+        UserError: the source is unknown, or does not take its arguments.
+    """
     source, arguments = find_source_of(stage.params)
     splits = load_source(source, arguments, count_wanted(counts), stage.seed("data"))
     # Only a generator has as many rows as are asked for.

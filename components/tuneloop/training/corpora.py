@@ -41,9 +41,20 @@ GENERATION_CONFIG = "model/generation_config.json"
 
 
 def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool = True) -> Corpus:
-    """Open the documents of a split, mapped into memory: those of `tokenize_data`, or else of its
-    rows, tokenized now. Raises UserError: the split is missing, lacks a column, or was tokenized
-    otherwise than `policy` does it."""
+    """Open the documents of a split, mapped into memory.
+
+    They are those of `tokenize_data`, or else of the split's rows, tokenized now.
+
+    Args:
+        prompts: the output of `data_prep` or `tokenize_data`.
+        policy: the checkpoint whose tokenizer encodes the rows.
+        split: a key of `SIDES`.
+        required: whether a missing split is an error; else it has no documents.
+
+    Raises:
+        UserError: the split is missing, lacks a column, or was tokenized otherwise than `policy`
+            does it.
+    """
     if f"{split}.arrow" in prompts.manifest.files:
         if PromptFacts.read(prompts).tokenizer != digest_tokenizer(policy):
             remedy = (
@@ -66,9 +77,16 @@ def tokenize_split(
     split: str,
     check_stop: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[str, Document]]:
-    """Yield (row id, document) of a split; a conversation whose turns the chat template cannot show
-    together gives several documents. Raises UserError: no such column or tokenizer, or a row it
-    cannot encode."""
+    """Yield (row id, document) of a split.
+
+    A conversation whose turns the chat template cannot show together gives several documents.
+
+    Args:
+        check_stop: is called between parts of the split; it raises if the stage is to stop.
+
+    Raises:
+        UserError: no such column or tokenizer, or a row that cannot be encoded.
+    """
     table = pq.ParquetFile(prompts.part(f"{split}.parquet"))
     names = table.schema_arrow.names
     columns = ["id", "prompt", "chat", *SIDES[split]]

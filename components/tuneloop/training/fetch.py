@@ -24,7 +24,9 @@ from tuneloop.core.errors import UserError, report_errors
 from tuneloop.core.json_types import JsonObject
 
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
-ANSWERS = ("completion", "chosen", "rejected")
+TEXTS = ("prompt", "completion", "chosen", "rejected")
+"""Columns that become lists of messages in a chat."""
+ANSWERS = TEXTS[1:]
 
 
 def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
@@ -89,11 +91,12 @@ def rewrite_chats(path: Path) -> None:
         )
     if kinds in ({"plain text"}, set()):
         return
-    texts = ("prompt", *ANSWERS)
-    lists = [name for name in texts if name in table.schema_arrow.names]
+    lists = [name for name in TEXTS if name in table.schema_arrow.names]
     if kinds == {"conversations"}:
         lists = ["messages"]
-    fields = [field for field in table.schema_arrow if field.name not in (*texts, "chat")]
+    # The column ``chat`` would say that the texts are JSON, which they are no longer.
+    replaced = {"chat"}.union(TEXTS)
+    fields = [field for field in table.schema_arrow if field.name not in replaced]
     fields += [pa.field(name, MESSAGES) for name in lists]
     schema = pa.schema(fields)
     # A reader never sees a half of the new file.

@@ -41,7 +41,10 @@ def keep_groups(
 
 
 def set_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None:
-    """Set the advantages of all samples, and with them which of them count and which are used."""
+    """Set the advantages of all samples, one a target token, and which samples count and are used.
+
+    With a KL term in the reward, the samples must have the log-probabilities of both policies.
+    """
     import torch
 
     targets = torch.tensor([sample.document.target_count for sample in samples])

@@ -26,8 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective to minimise: an algorithm's loss, over micro-batches of at most `limit`
-    rollouts.
+    """The objective to minimise: an algorithm's loss on samples, weighed token by token.
+
+    It is the sum over the tokens of a mini-batch on all ranks, so that the cut into micro-batches
+    has no influence on it.
+
+    Attributes:
+        stage: gets the metrics, and names the random streams.
+        temperature: of the sampling, by which logits are divided here, too.
+        limit: rollouts in a micro-batch.
     """
 
     stage: Stage

@@ -47,6 +47,7 @@ class Native(LLMBackend):
             raise UserError("stage", self.stage, "is not a stage that trains; name one, as sft")
         required_inputs = [name for name, is_required in component.inputs.items() if is_required]
         self.require(*required_inputs, component.output)
-        artifacts = {*component.inputs, component.output}
+        # The artifacts' references are flags, too, but no parameters.
+        artifacts = set(component.inputs) | {component.output}
         parameters = {name: value for name, value in self.args.items() if name not in artifacts}
         component.validate(parameters)

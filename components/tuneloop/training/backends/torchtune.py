@@ -24,6 +24,11 @@ a job.
 """
 
 
+AttentionModule = Literal["q_proj", "k_proj", "v_proj", "output_proj"]
+Column = Literal["input", "output"]
+FileFormat = Literal["json", "csv", "parquet", "arrow", "text", "xml"]
+
+
 class Lora(BaseModel, frozen=True, extra="forbid"):
     """LoRA, QLoRA (`quantize_base`) or DoRA, under ``model``."""
 
@@ -34,8 +39,10 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
     lora_dropout: float | None = Field(None, ge=0, lt=1)
     quantize_base: bool | None = None
     use_dora: bool | None = None
-    lora_attn_modules: list[Literal["q_proj", "k_proj", "v_proj", "output_proj"]] = Field(
-        ["q_proj", "v_proj", "output_proj"], min_length=1
+    # The default is that of Kubeflow's SDK.
+    lora_attn_modules: list[AttentionModule] = Field(
+        ["q_proj", "v_proj", "output_proj"],
+        min_length=1,
     )
 
 
@@ -44,11 +51,11 @@ class InstructDataset(BaseModel, frozen=True, extra="forbid"):
     ``output``.
     """
 
-    source: Literal["json", "csv", "parquet", "arrow", "text", "xml"] | None = None
+    source: FileFormat | None = None
     split: str | None = None
     train_on_input: bool | None = None
     new_system_prompt: str | None = None
-    column_map: dict[Literal["input", "output"], str] | None = None
+    column_map: dict[Column, str] | None = None
     data_dir: str | None = None
 
 
@@ -163,6 +170,7 @@ class Torchtune(LLMBackend):
         DoRA is not QLoRA.
         """
         overrides = self.overrides
+        # On several nodes torchtune has recipes for all weights only; `validate` refuses LoRA.
         if self.nodes > 1:
             return "full_finetune_distributed", f"{self.model}_full_multinode"
         recipe = "full"

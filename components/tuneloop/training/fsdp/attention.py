@@ -209,7 +209,9 @@ def compute_attention(
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         # Norms with float32 weights leave float32 under autocast, which the kernel does not take.
         low = torch.get_autocast_dtype("cuda")
-        query, key, value = query.to(low), key.to(low), value.to(low)
+        query = query.to(low)
+        key = key.to(low)
+        value = value.to(low)
     # The kernel takes heads of one width; the columns that are added here are cut off at the end.
     if value_width < width:
         value = pad(value, (0, width - value_width))
