@@ -138,6 +138,7 @@ def test_the_demo_of_the_wheel_runs_where_there_is_no_clone(
             "data.sft=64",
             "data.source_args.digits=2",
             "sft.max_steps=2",
+            "sft.warmup_steps=0",
         ),
         *(
             "rollout.prompts_per_iteration=2",

@@ -26,9 +26,10 @@ def find_long_warmup(parameters: JsonMapping, section: str) -> Iterator[UserErro
         return
     if not max_steps or not warmup_steps:
         return
+    tenth = max_steps // 10
+    choice = f"{section}.warmup_steps={tenth}" + (" (a tenth)" if tenth else "")
     remedy = (
         f"is no less than the {max_steps} steps of {section}.max_steps, so training ends before "
-        f"the learning rate is reached; set {section}.warmup_steps={max_steps // 10} (a tenth), or "
-        f"more steps"
+        f"the learning rate is reached; set {choice}, or more steps"
     )
     yield UserError(f"{section}.warmup_steps", warmup_steps, remedy)
