@@ -93,7 +93,8 @@ class Pipeline:
             section, key, previous = _set(values, item)
             self._expand(values)
             # A text that names the kind of a section leaves what was set of the section before.
-            chosen = section[key]
+            # `None` for a section that must not be null: its heading is gone again, as in a file.
+            chosen = section.get(key)
             if isinstance(previous, dict) and isinstance(chosen, dict) and list(chosen) == [KIND]:
                 section[key] = previous | chosen
         return values

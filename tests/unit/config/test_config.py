@@ -471,6 +471,17 @@ def test_a_text_for_a_section_of_several_kinds_is_its_kind(tmp_path: Path) -> No
     assert plugin.engine.kind == "my.module:open_it" and plugin.engine.options == {"x": 1}
 
 
+@pytest.mark.parametrize("pipeline", ["sft", "sft_then_grpo"])
+def test_null_for_a_section_that_must_be_there_is_its_defaults(
+    pipeline: str, tmp_path: Path
+) -> None:
+    """A heading below which nothing is set, in a file as in ``--set``."""
+    found = find_pipeline(pipeline)
+    file = tmp_path / "c.yaml"
+    file.write_text("sft:\n")
+    assert found.configure(sets=["sft=null"]) == found.configure(file) == found.configure()
+
+
 def test_an_evaluation_inherits_what_rollouts_set() -> None:
     grpo = loading.find_pipeline("grpo")
     sets = ["rollout.max_tokens=32", "rollout.environment=python", "rollout.max_turns=3"]
