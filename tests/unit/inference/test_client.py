@@ -151,9 +151,11 @@ def test_what_is_finished_is_not_asked_for_again() -> None:
         (lambda h, _: reply(h, 200, None), "broke off after 0 of 2"),
         (lambda h, _: reply(h, 200, {"error": "the engine failed"}), "the engine failed"),
         (lambda h, _: h.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n{not json"), "JSONDecodeError"),
+        (lambda h, _: reply(h, 200, 5), "answers 5, which is no JSON object"),
+        (lambda h, _: reply(h, 200, ["error"]), r"answers \['error'\], which is no JSON object"),
         (lambda h, _: reply(h, 500), "answers 500"),
     ],
-    ids=["breaks off", "engine fails", "garbage", "bug"],
+    ids=["breaks off", "engine fails", "garbage", "number", "list", "bug"],
 )
 def test_who_loses_all_attempts_names_the_cause(answer: Callable[..., None], said: str) -> None:
     """The server is there all the time, so that nobody waits for it: it just never finishes a request."""

@@ -1,7 +1,7 @@
 """Requests to a server of rollouts, this run's or somebody else's.
 
-A loss, after which another attempt may succeed, is told from a refusal, which stays one. The caller
-decides when to ask again.
+`Lost` says that another attempt may succeed, and `UserError` that the server would refuse it again.
+The caller (`_client.Client`) decides when to ask again.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tuneloop.core.errors import Unavailable, UserError
+from tuneloop.core.errors import Unavailable, UserError, shorten_text
 from tuneloop.core.http import Response, Unanswered, is_transient, open_response
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.server_token import build_token_headers
@@ -23,7 +23,7 @@ class Lost(Unavailable):
 
     Attributes:
         status: of the answer; None without one.
-        sent: the request, as the caller's hook returned it.
+        sent: the request that was lost, with its limits of retries, where `endpoint.py` sets it.
     """
 
     def __init__(self, reason: str, status: int | None = None) -> None:
@@ -77,12 +77,13 @@ def open_answer(
 def _refuse(status: int, content: bytes, server: str) -> None:
     """Raise the error that fits a status other than 200."""
     text = " ".join(content.decode(errors="replace").split())
-    # Ours is JSON with one line; of a proxy's page the beginning has to do.
+    # Our servers answer {"error": one line}. Of a proxy's HTML page, the beginning is shown.
     try:
         text = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):
         text = text[:300]
-    # The token is being rotated, and not everybody has the new one.
+    # The token may just be rotated, so that one side has the old one. A wrong token ends with the
+    # caller's patience.
     is_rotating = status == 401 and build_token_headers()
     if is_transient(status) or status in LATER or is_rotating:
         raise Lost(f"answers {status}: {text}", status)
@@ -90,14 +91,22 @@ def _refuse(status: int, content: bytes, server: str) -> None:
 
 
 def read_message(text: bytes) -> JsonObject:
-    """Read a JSON message. Raises Lost where it is none, or reports an error of the server."""
+    """Read a message: a JSON object.
+
+    Raises:
+        Lost: the text is no JSON object (a proxy's page, or half of a message), or reports an error
+            of the server.
+    """
     try:
         message = json.loads(text)
     except ValueError as error:
         raise Lost(f"{type(error).__name__}: {error}") from error
+    # Another program at this address may answer with a number or a list.
+    if not isinstance(message, dict):
+        raise Lost(f"answers {shorten_text(repr(message))}, which is no JSON object")
     if "error" in message:
         raise Lost(str(message["error"]))
-    return dict(message)
+    return message
 
 
 def read_messages(response: Response) -> Iterator[JsonObject]:
