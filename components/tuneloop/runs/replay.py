@@ -65,7 +65,7 @@ def replay_iteration(
     Args:
         run: the run that made them.
         iteration: its number; 0: the artifacts outside the loop.
-        stage: only the artifact whose key ends with this; None: all.
+        stage: only the artifacts of this stage (`Entry.stage`); None: all.
 
     Raises:
         UserError: there is none, an input is missing, or it was not made by one of tuneloop's own
@@ -249,8 +249,9 @@ def _compare_tensors(first: Path, second: Path) -> str | None:
                     f"tensor {name}: {ours.dtype} {tuple(ours.shape)}, "
                     f"{theirs.dtype} {tuple(theirs.shape)}"
                 )
-            # A nan equals no other, but here the same nan is the same value.
-            positions = (ours.nan_to_num() != theirs.nan_to_num()).nonzero()
+            # A NaN differs even from itself; here it equals any other NaN, and no number.
+            are_both_nan = ours.isnan() & theirs.isnan()
+            positions = ((ours != theirs) & ~are_both_nan).nonzero()
             if positions.numel():
                 index = tuple(positions[0].tolist())
                 return (
@@ -281,8 +282,10 @@ def _compare_lines(first: bytes, second: bytes) -> str:
 
 
 def _find_first_difference(left_text: str, right_text: str) -> int:
-    """Return the index of the first character that differs; 0 if one text begins with the other."""
+    """Return the index of the first character that differs; where one text begins with the other,
+    the index at which the shorter ends.
+    """
     for index, (left_character, right_character) in enumerate(zip(left_text, right_text)):
         if left_character != right_character:
             return index
-    return 0
+    return min(len(left_text), len(right_text))

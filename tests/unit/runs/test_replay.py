@@ -1,5 +1,6 @@
 """A stage that is computed again comes to the same digest; else the first difference is named."""
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.policies import commit_policy
 from tests.unit import toy
 from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.runs.replay import _compare_lines, _compare_tensors
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.tokenize_data import tokenize_data
 
@@ -88,6 +90,7 @@ def commit(url: str, weight: float, loss: float) -> None:
     [
         (4.0, 0.5, "equal in all artifacts that both have"),
         (5.0, 0.5, "file model/w.safetensors: tensor b, element [1, 1]: 4, 5 (1 differ)"),
+        (math.nan, 0.5, "file model/w.safetensors: tensor b, element [1, 1]: 4, nan (1 differ)"),
         (4.0, 0.25, 'file metrics.jsonl: line 2: {"loss": 0.5}, {"loss": 0.25}'),
     ],
 )
@@ -101,6 +104,27 @@ def test_two_runs_depart(
     code = run_cli(["bisect", "a", "--against", "b", "--store", str(tmp_path)])
     assert capsys.readouterr().out.removeprefix("iterations/2/policy-update: ") == f"{found}\n"
     assert code == (0 if found.startswith("equal") else 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "line"),
+    [
+        (math.nan, 0.0, "tensor a, element [0]: nan, 0 (1 differ)"),
+        (math.inf, torch.finfo(torch.float32).max, "element [0]: inf, 3.40282e+38 (1 differ)"),
+        (math.nan, math.nan, "None"),
+    ],
+)
+def test_a_nan_equals_only_a_nan(tmp_path: Path, first: float, second: float, line: str) -> None:
+    save_file({"a": torch.tensor([first, 1.0])}, tmp_path / "first.safetensors")
+    save_file({"a": torch.tensor([second, 1.0])}, tmp_path / "second.safetensors")
+    difference = _compare_tensors(tmp_path / "first.safetensors", tmp_path / "second.safetensors")
+    assert str(difference).endswith(line)
+
+
+def test_a_line_that_only_goes_on_is_shown_from_its_end() -> None:
+    short = b"x" * 500
+    shown = _compare_lines(short, short + b"more").removeprefix("line 1: ").split(", ")
+    assert shown[1] == shown[0] + "more"
 
 
 def test_files_that_are_gone_are_compared_by_what_is_said_of_them(
