@@ -10,7 +10,14 @@ from pydantic import BaseModel, field_validator, model_validator
 from tuneloop.core.errors import UserError, suggest_name
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.data import BadValue, Example, Prompt
-from tuneloop.data.messages import get_text, is_messages, parse_messages, parse_tools, parse_turns
+from tuneloop.data.messages import (
+    get_text,
+    is_messages,
+    parse_messages,
+    parse_text,
+    parse_tools,
+    parse_turns,
+)
 from tuneloop.data.readers.strict_json import describe_type, parse_json
 from tuneloop.formats.chat_forms import Message
 
@@ -76,7 +83,9 @@ class Columns(Settings):
         return pattern
 
     def list_paths(self) -> dict[str, str]:
-        """Return role → path of the columns that are set."""
+        """Return what a column is for (`prompt`, `metadata.NAME`, …) → its path, of the columns that
+        are set.
+        """
         paths = self.model_dump(exclude={"metadata", "answer_regex"}, exclude_none=True)
         for name, path in self.metadata_paths.items():
             paths[f"metadata.{name}"] = path
@@ -125,7 +134,8 @@ class Columns(Settings):
             # A conversation that has a system message keeps its own.
             if messages[0]["role"] != "system":
                 example = replace(example, prompt=add_system(messages, instructions))
-        # Set to null, the user says that the layout's answers are none.
+        # `answer: null` drops the answers that the layout has read; a key that is not set keeps
+        # them.
         if "answer" in self.model_fields_set:
             answer = None
             if self.answer is not None:
@@ -134,7 +144,8 @@ class Columns(Settings):
         completion_path = self.completion or self.chosen
         if completion_path:
             completion = read_completion(values, completion_path)
-            # Without an answer there are no full marks that it must earn.
+            # `Example.solution` is checked to earn the full reward of the answer; without an answer
+            # nothing can be checked.
             solution = None if example.answer is None else completion
             example = replace(example, demonstration=completion, solution=solution)
         if self.rejected:
@@ -161,9 +172,18 @@ class Columns(Settings):
         return match.group(1)
 
 
-def get_path(values: Any, path: str) -> Any:
+def get_path(values: Any, path: str, above: str = "") -> Any:
     """Return the value at a dotted path, `MISSING` where there is none. A column whose own name has
-    a dot comes first, and JSON text on the way is parsed."""
+    a dot comes first, and JSON text on the way is parsed.
+
+    Args:
+        values: a row, or a value in it.
+        path: below `values`.
+        above: the path of `values` in its row, with a dot at its end; for messages.
+
+    Raises:
+        BadValue: a text on the way is not JSON; it names the column.
+    """
     if isinstance(values, Mapping) and path in values:
         return values[path]
     name, dot, remainder = path.partition(".")
@@ -179,8 +199,8 @@ def get_path(values: Any, path: str) -> Any:
     if not dot or value is MISSING:
         return value
     if isinstance(value, str):
-        value = parse_json(value)
-    return get_path(value, remainder)
+        value = parse_text(value, f"column {f'{above}{name}'!r}")
+    return get_path(value, remainder, f"{above}{name}.")
 
 
 def has_path(values: Any, path: str) -> bool:
@@ -197,7 +217,7 @@ def read_prompt(values: JsonMapping, path: str) -> Prompt:
     value = get_path(values, path)
     if is_messages(value) or (isinstance(value, str) and _is_messages_text(value)):
         return parse_messages(value, path)
-    # A list is meant as messages: it is said which of them is none.
+    # A list is meant as messages: `parse_messages` refuses it, and names the item that is not one.
     if isinstance(value, list) and value:
         return parse_messages(value, path)
     return _require_text(value, path)

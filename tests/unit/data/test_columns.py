@@ -70,6 +70,18 @@ def test_a_setting_that_is_misspelt_is_refused_before_anything_runs() -> None:
         sft.configure(None, ['data.mixture=[{"source": "rows.jsonl", "wieght": 2}]'])
 
 
+def test_damaged_text_in_a_column_names_it(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"ask": "a", "extra": {"reward": '{"truth": "b"}'}},
+        {"ask": "a", "extra": {"reward": '{"truth": '}},
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    good, bad = load(path, columns={"prompt": "ask", "answer": "extra.reward.truth"})
+    assert isinstance(good, Example) and good.answer == "b"
+    assert isinstance(bad, BadRow)
+    assert "column 'extra.reward' has text that is not JSON" in bad.reason
+
+
 def test_a_column_may_be_in_few_rows(tmp_path: Path) -> None:
     """Here in one row, far behind those that decide what is recognised."""
     rows = [dict(row) for row in QUESTIONS]

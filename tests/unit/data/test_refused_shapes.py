@@ -61,6 +61,10 @@ SHAPES: list[tuple[dict[str, Any], str]] = [
     ({"chosen": [ASK, REPLY], "rejected": 5}, f"column 'rejected' {LIST}, not a number"),
     ({"prompt": "a", "chosen": 5, "rejected": "b"}, f"column 'chosen' {COMPLETION}, not a number"),
     ({"text": 5}, f"column 'text' {TEXT}, not a number"),
+    (
+        {"question": "a", "solutions": "[]", "input_output": "[1"},
+        "column 'input_output' has text that is not JSON",
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ from tuneloop.data.layouts._parts import (
     get_text_of,
     parse_list,
 )
-from tuneloop.data.readers.strict_json import parse_json
+from tuneloop.data.messages import parse_text
 
 CODE = {"code": 1.0}
 """The reward of these layouts, and its weight."""
@@ -54,7 +54,8 @@ def read_mbpp(values: Values) -> Example:
 def read_apps(values: Values) -> Example:
     """Read APPS and TACO: inputs and outputs as JSON text, of a whole program or of a function."""
     cases = values.get("input_output")
-    cases = parse_json(cases) if isinstance(cases, str) else cases
+    if isinstance(cases, str):
+        cases = parse_text(cases, "column 'input_output'")
     if not isinstance(cases, dict):
         raise BadValue("column 'input_output' must hold inputs and outputs")
     inputs = cases.get("inputs")
@@ -105,8 +106,9 @@ def _convert_case(test: JsonObject, is_call: bool) -> JsonObject:
         raise BadValue("has a test without the text of its input and output")
     if not is_call:
         return {"input": text, "output": expected}
-    arguments = [parse_json(line) for line in text.splitlines() if line.strip()]
-    return {"input": arguments, "output": parse_json(expected)}
+    lines = [line for line in text.splitlines() if line.strip()]
+    arguments = [parse_text(line, "the input of a test") for line in lines]
+    return {"input": arguments, "output": parse_text(expected, "the output of a test")}
 
 
 def _ask(question: str, starter: str) -> str:
