@@ -36,10 +36,11 @@ from tuneloop.argo.tasks import (
     RUN,
     Output,
     build_term,
+    expression_parameter,
     input_tag,
-    output_parameter,
     output_term,
     pod_output,
+    tag_parameter,
     task_tag,
 )
 from tuneloop.config.loop import LoopPipelineConfig
@@ -110,7 +111,7 @@ def build_last_outputs(terms: JsonMapping) -> list[Parameter]:
     outputs: list[Parameter] = []
     for name, term in terms.items():
         choice = has_run.check(following.outputs.parameters[name], term)
-        outputs.append(output_parameter(name, expression=choice))
+        outputs.append(expression_parameter(name, choice))
     return outputs
 
 
@@ -179,13 +180,13 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
     sampled = build_input_tags(loop.values_of(loop.batch))
     batch_outputs: list[Parameter] = []
     for wire in loop.batch_wires:
-        batch_outputs.append(output_parameter(output_of(wire), value=build_wire_tag(wire)))
+        batch_outputs.append(tag_parameter(output_of(wire), build_wire_tag(wire)))
     with build_dag("batch", sampled, batch_outputs) as batch:
         chain_steps(loop.batch, templates, sampled)
     turn = build_turn(loop, templates, evaluate_every, batch)
     outputs: list[Parameter] = []
     for name in loop.outputs:
-        outputs.append(output_parameter(name, value=task_tag("turn", name)))
+        outputs.append(tag_parameter(name, task_tag("turn", name)))
     with build_dag("loop", loop.inputs, outputs) as template:
         # Nothing is trained meanwhile: there is no batch yet.
         first = batch(name="batch", arguments=sampled)

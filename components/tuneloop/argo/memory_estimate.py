@@ -13,7 +13,7 @@ programs, and one copy of weights and optimizer state on their way from or to th
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.argo.training_memory import TRAINED_BYTES, WEIGHT_BYTES
@@ -45,9 +45,21 @@ SEQUENCES = 256
 Pod = TypeVar("Pod", bound=PodPlan)
 
 
-class Part(NamedTuple):
-    """A part of a pod's memory: its terms as text, and its bytes."""
+PartKind = Literal["weights", "activations", "logits", "kv_cache"]
+"""What the bytes of a `Part` are. Weights are also those that are trained, with their gradients and
+the optimizer's moments."""
 
+
+class Part(NamedTuple):
+    """A part of a pod's memory.
+
+    Attributes:
+        kind: of the bytes. `planning/limits.py` finds by it the setting that would make them fewer.
+        text: its factors, for the user.
+        size: bytes.
+    """
+
+    kind: PartKind
     text: str
     size: float
 
@@ -171,7 +183,7 @@ def compute_memory_request(pods: Sequence[PodPlan], parts: Sequence[Part]) -> in
     if _keeps_cache_on_host(pods):
         is_on_host = True
     # Weights pass through host memory also where a GPU holds everything.
-    sizes = [part.size for part in parts if is_on_host or "weights" in part.text]
+    sizes = [part.size for part in parts if is_on_host or part.kind == "weights"]
     return math.ceil((programs + launcher + sum(sizes)) / STEP) * STEP
 
 
@@ -196,7 +208,7 @@ def _keeps_cache_on_host(pods: Sequence[PodPlan]) -> bool:
 def _estimate_weights(model: Model, width: int, pods: int = 1) -> Part:
     """Estimate weights of `width` bytes each, of which each of `pods` holds its share."""
     text = f"{model.parameters:,} × {width} weights{_describe_pods(pods)}"
-    return Part(text, model.parameters * width / pods)
+    return Part("weights", text, model.parameters * width / pods)
 
 
 def _describe_pods(pods: int) -> str:
@@ -227,12 +239,12 @@ def _estimate_states(stage: StagePlan, model: Model) -> list[Part]:
     if trained:
         text = f"{subject}{trained:,} × (4 weights + 4 gradients + 8 Adam)"
         size = trained * TRAINED_BYTES / stage.nodes
-        parts.append(Part(text + _describe_pods(stage.nodes), size))
+        parts.append(Part("weights", text + _describe_pods(stage.nodes), size))
     algorithm = stage.parameters.get("algorithm_args", {})
     # Without a KL term the reference is never loaded.
     if "reference" in stage.wired and algorithm.get("beta"):
         text = f"{model.parameters:,} × 4 weights of the reference{_describe_pods(stage.nodes)}"
-        parts.append(Part(text, weights.size))
+        parts.append(Part("weights", text, weights.size))
     return parts
 
 
@@ -258,9 +270,9 @@ def _estimate_step(stage: StagePlan, model: Model, sequences: float, length: flo
         terms = f"{largest:,}"
     batch = f"{sequences:g} × {length:g} tokens"
     return [
-        Part(f"{batch} × {layers}{ranks} activations", activations),
+        Part("activations", f"{batch} × {layers}{ranks} activations", activations),
         # float32 logits and their gradient.
-        Part(f"{terms} logits at once × 8{ranks}", logits * 8 * stage.ranks),
+        Part("logits", f"{terms} logits at once × 8{ranks}", logits * 8 * stage.ranks),
     ]
 
 
@@ -271,7 +283,8 @@ def _estimate_server(server: ServerPlan, model: Model) -> list[Part]:
     if not server.resources.accelerators or "kv_cache_memory_bytes" in options:
         pool = int(options.get("kv_cache_memory_bytes", CPU_POOL))
         tokens = pool // model.kv_bytes
-        parts.append(Part(f"KV cache pool of {tokens:,} tokens × {model.kv_bytes}", pool))
+        text = f"KV cache pool of {tokens:,} tokens × {model.kv_bytes}"
+        parts.append(Part("kv_cache", text, pool))
     return parts
 
 
@@ -292,7 +305,7 @@ def _estimate_sampling(stage: StagePlan, model: Model, context: int | None) -> l
         sequences = min(largest, prompts * (stage.number("n") or 1))
         token_bytes = model.kv_bytes * width // 2
         text = f"{sequences:g} × {context} tokens × {token_bytes} KV cache"
-        parts.append(Part(text, sequences * context * token_bytes))
+        parts.append(Part("kv_cache", text, sequences * context * token_bytes))
     return parts
 
 

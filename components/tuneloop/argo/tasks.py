@@ -1,5 +1,8 @@
-"""References to values of a running Workflow: tags of inputs and of tasks' outputs, and terms of
-conditions.
+"""References to values of a running Workflow.
+
+A tag (``{{tasks.train.outputs.parameters.mean}}``) is replaced by Argo in any text of the manifest.
+A term (``tasks.train.outputs.parameters.mean``) stands in an expression: a task's condition, or the
+value of an output parameter.
 """
 
 from typing import Any
@@ -15,11 +18,16 @@ RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
 ITERATION = f"{RUN}/iterations/{{{{inputs.parameters.iteration}}}}"
 """URL of an iteration, in the template that has its number."""
 CONTINUED = "continued"
-"""The template at which another workflow continues a loop; a fork begins there, too."""
+"""The template at which another workflow continues a loop. `cluster/continue_run.py` makes it the
+entrypoint of that workflow, and so does a fork, which begins in the middle of another run's loop.
+"""
 
 
 class Output(str):
-    """The tag of an output parameter; it knows the task that has it."""
+    """The tag of a task's output parameter.
+
+    `argo/pipeline.py` draws an edge of the graph from `task` to each task that uses the tag.
+    """
 
     task: Task
 
@@ -40,10 +48,8 @@ def input_tag(name: str) -> str:
 
 
 def build_term(parameters: Any, name: str) -> Any:
-    """Return the parameter `name` of ``….parameters`` as a term of an expression, as Argo writes
-    it.
-    """
-    # A name with a dash would be read as a difference.
+    """Return the parameter `name` of ``….parameters`` as a term of an expression."""
+    # `a-b` would be read as a difference: such a name is written `parameters["a-b"]`.
     return getattr(parameters, name) if name.isidentifier() else parameters[name]
 
 
@@ -64,9 +70,11 @@ def pod_output(name: str, global_name: str | None = None) -> Parameter:
     return Parameter(name=name, global_name=global_name, value_from=path)
 
 
-def output_parameter(name: str, *, value: str | None = None, expression: Any = None) -> Parameter:
-    """Return an output parameter of a graph: the value of a tag, or of an expression."""
-    source = ValueFrom(expression=str(expression))
-    if value:
-        source = ValueFrom(parameter=value)
-    return Parameter(name=name, value_from=source)
+def tag_parameter(name: str, tag: str) -> Parameter:
+    """Return an output parameter of a graph that has the value of a tag (`task_tag`)."""
+    return Parameter(name=name, value_from=ValueFrom(parameter=tag))
+
+
+def expression_parameter(name: str, expression: Any) -> Parameter:
+    """Return an output parameter of a graph that has the value of an expression (`hera.expr`)."""
+    return Parameter(name=name, value_from=ValueFrom(expression=str(expression)))

@@ -440,15 +440,15 @@ def find_pod_room(pod: PodPlan) -> Room | None:
 
 def name_largest(run: CheckedRun, pod: PodPlan, parts: Sequence[Part]) -> tuple[str, object]:
     """Return the setting, and its value, on which the largest part of a pod's memory depends."""
-    text = max(parts, key=lambda part: part.size).text
+    kind = max(parts, key=lambda part: part.size).kind
     # A server's cache has a size of its own, and does not grow with its sequences.
     if not isinstance(pod, StagePlan):
         return "base_model", run.facts.name
-    if "activations" in text or "logits" in text:
+    if kind in ("activations", "logits"):
         name = "per_device_train_batch_size"
         batch = pod.number(name) or 0
         return run.name_setting(pod, name), int(batch)
-    if "KV cache" in text:
+    if kind == "kv_cache":
         name = "max_num_seqs"
         return f"engine.args.{name}", pod.engine_args.get(name)
     return "base_model", run.facts.name

@@ -156,7 +156,8 @@ class Resources(BaseModel, frozen=True, extra="forbid"):
         AUTO,
         pattern=rf"^({AUTO}|{MEMORY})$",
         description="memory that a pod requests, and its limit: 512Mi, 2Gi; auto: what "
-        f"`tuneloop plan` estimates, and {UNKNOWN} without a limit where it cannot",
+        f"`tuneloop plan` estimates, and {UNKNOWN} without a limit where it cannot; on Kubeflow "
+        f"Pipelines auto is {UNKNOWN}, and the limit, too",
     )
     memory_on_retry: str = Field(
         "",
