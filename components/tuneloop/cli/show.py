@@ -46,13 +46,16 @@ def show_stages(stages: Iterable[StageStatus], places: int = 1) -> None:
 
 
 def _cut_cause(status: StageStatus) -> StageStatus:
-    """Return a stage without its last line in its message, where that is shown as the cause."""
+    """Return a stage without the last line of its log in its message, if `show_stages` prints that
+    line below the table.
+    """
     return replace(status, message=cut_error(status.message)) if status.cause else status
 
 
 def describe_failure(run: Run, outcome: "Outcome") -> str:
     """Describe in one line which stage ended the run, with its last line; stages beside it that
-    failed, too, have a line each before it."""
+    failed, too, have a line each before it. For a run on a cluster, `verdict._describe_failure` says
+    the same."""
     node = find_failed_pod(outcome.nodes.values())
     if node is None:
         return f"error: {outcome.message}"
@@ -61,7 +64,8 @@ def describe_failure(run: Run, outcome: "Outcome") -> str:
     remedy = f"`tuneloop resume {run.name}{option}`"
     if outcome.exit_code == EXIT_USER:
         run.refresh()
-        # With a version of its loop a run has one meaning; before that, it may be mended.
+        # `tuneloop run` refuses other settings once the loop has committed a version
+        # (`cli/execute.py`), so that all versions of a run come from the same settings.
         remedy += (
             ", or another run with other settings"
             if run.iteration
@@ -88,13 +92,19 @@ def _read_last_line(path: Path) -> str:
 
 
 def find_failed_pod(nodes: Iterable[Node]) -> Node | None:
-    """Return the pod that failed last, or None."""
+    """Return the node that failed last, or None. The local executor's processes are nodes of type
+    Pod, too.
+    """
     broken = [node for node in nodes if node.type == "Pod" and node.phase in BROKEN]
     return max(broken, key=lambda node: node.finished, default=None)
 
 
 def list_failed_stages(nodes: Iterable[Node]) -> list[Node]:
-    """List the newest pod of each stage that failed by itself, and was not only interrupted."""
+    """List the newest pod of each stage that failed by itself, and was not only interrupted.
+
+    Args:
+        nodes: from the oldest on, as the journal has them.
+    """
     newest_by_stage: dict[str, Node] = {}
     for node in nodes:
         if node.type == "Pod":
@@ -102,6 +112,7 @@ def list_failed_stages(nodes: Iterable[Node]) -> list[Node]:
     return [
         node
         for node in newest_by_stage.values()
+        # From `EXIT_RETRY` on the code says that another attempt may succeed, or names a signal.
         if node.phase in BROKEN and node.exit_code is not None and 0 < node.exit_code < EXIT_RETRY
     ]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import Field, create_model
 
+from tuneloop.config.followed import SECTION_SUFFIX
 from tuneloop.core.component import Params
 from tuneloop.training.options import TrainerOptions
 
@@ -29,13 +30,16 @@ TRAINER_SETTINGS = (
     "adam_beta2",
     "max_grad_norm",
 )
-"""Parameters of stages that train or score with the policy, which the section ``trainer`` has."""
+"""The parameters of stages that train, or score with the policy, that are set in the section
+``trainer`` for all of them."""
 MICRO_BATCH = Field(
     None,
     ge=1,
     description="examples of a stage that a process computes at once; none: 32 demonstrations or "
     "pairs, 128 rollouts",
 )
+"""The numbers are the defaults of the stages (`tuneloop.training.options`). `config/rules.py` has them,
+too, to know which values may be replaced."""
 ADAM_BETA2 = Field(
     None,
     ge=0,
@@ -50,11 +54,13 @@ def make_trainer_config() -> Any:
     for name in TRAINER_SETTINGS:
         field = TrainerOptions.model_fields[name]
         fields[name] = (field.annotation, field)
-    # None in place of a number: each stage has its own.
+    # Whose default differs between stages, and is null here: `StageSpec` passes no null to a stage,
+    # which then uses its own default.
     fields["adam_beta2"] = (float | None, ADAM_BETA2)
     fields["per_device_train_batch_size"] = (int | None, MICRO_BATCH)
     summary = "Model and device of the stages that train."
-    return create_model("trainer_settings", __base__=Params, __doc__=summary, **fields)
+    # `followed.is_section_of`, `planning/limits.py` and `listing.py` find the section by this name.
+    return create_model(f"trainer{SECTION_SUFFIX}", __base__=Params, __doc__=summary, **fields)
 
 
 TrainerConfig = make_trainer_config()

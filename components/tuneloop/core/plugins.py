@@ -1,5 +1,8 @@
 """Find a variant of a family by name, dotted path or entry point: adding one edits no central
 file.
+
+A family is a kind of plugin (``rewards``, ``engines``, ``data``), and a variant is one of them
+(``rewards.numeric``). The variants of a family are the modules of one package.
 """
 
 import importlib
@@ -39,7 +42,10 @@ def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
             ``tuneloop.<family>``; or a dotted path ``package.module:attribute``.
         attribute: of the module, if the variant is one of the family's package.
 
-    Raises UserError if it is unknown or cannot be imported.
+    Raises:
+        UserError: it is unknown, or a dotted path that cannot be imported.
+        ImportError: a shipped or registered variant lacks its library. The caller says which extra
+            has it (`rewards/registry.py`, `data/sources.py`).
     """
     if ":" in name:
         module_name, _, path = name.partition(":")
@@ -70,7 +76,8 @@ def check_variant_args(
         name: of the variant, for the message.
         function: what makes it.
         arguments: its keyword arguments.
-        first: the position of the function's first parameter that the user may set.
+        first: how many parameters of the function come from the caller, and not from the user;
+            these are its first ones.
         prefix: of the argument's name in the message, such as ``rollout.engine_args.``.
 
     Returns:
@@ -109,7 +116,11 @@ def _explain_names(family: str) -> str:
 
 @cache
 def list_shipped_variants(family: str) -> list[str]:
-    """List the modules of a family's package, but for those of its ``NOT_VARIANTS``."""
+    """List the modules of a family's package: each is a variant that users may name.
+
+    A module with parts of other variants begins with an underscore, or its package lists it in
+    ``NOT_VARIANTS``.
+    """
     package = importlib.import_module(_package(family))
     excluded = getattr(package, "NOT_VARIANTS", ())
     names = [module.name for module in pkgutil.iter_modules(package.__path__)]

@@ -141,6 +141,7 @@ class Splits:
     @classmethod
     def of(cls, stream: Examples) -> "Splits":
         """Cut all splits from one stream."""
-        # One iterator, which no two splits read the same rows of.
+        # One iterator, so that no row is in two splits: each takes the next rows. The order is that in
+        # which `data_prep` reads them.
         stream = iter(stream)
         return cls(train=stream, eval=stream, sft=stream)

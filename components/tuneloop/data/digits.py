@@ -32,6 +32,8 @@ def load_splits(
     """
     count = 10**digits
     numbers = random.Random(seed).sample(range(count), min(n, count))
+    # One iterator, from which all splits read, each further rows than the one before (`Splits.of`).
+    # From a list each would read from its beginning, and demonstrations were also held out.
     stream = (_make_example(f"{number:0{digits}d}") for number in numbers)
     sft = _demonstrate(stream, derive_seed(seed, "wrong"), sft_wrong_share)
     return replace(Splits.of(stream), sft=sft)
@@ -39,12 +41,13 @@ def load_splits(
 
 def _make_example(text: str) -> Example:
     reversed_text = text[::-1]
-    # Of a palindrome the copy is right: one digit less is wrong, and nothing is for a single digit.
+    # The copy of a palindrome is right, so the wrong answer has one digit less. A single digit has
+    # no wrong answer of this kind, and makes no pair.
     wrong = text[1:] if text == reversed_text else text
     return Example(
-        f"reverse {text} =",
-        reversed_text,
-        f" {reversed_text}",
+        prompt=f"reverse {text} =",
+        answer=reversed_text,
+        solution=f" {reversed_text}",
         rejected=f" {wrong}" if wrong else None,
         metadata={"digits": text},
     )

@@ -4,6 +4,7 @@ tokens.
 Text is text: what messages and tools say never becomes a control token, also where it is spelled
 like one. Such words are replaced by marks while the template renders, and are encoded as text."""
 
+import enum
 import functools
 import hashlib
 import json
@@ -30,16 +31,31 @@ WRITTEN_PART = re.compile(r"""\{['"]type['"]: ['"]text['"]""")
 NO_UNICODE = "is not Unicode: it has half of a surrogate pair; correct or drop the row"
 
 
+class Progress(enum.IntEnum):
+    """The check at which a form of a conversation failed; a later one is a higher number.
+
+    `RENDER`: the template raised, or wrote Python objects. `PROMPT`: it left out a tool or a message
+    of the prompt. `TURN`: it left out text or tool calls of the assistant's turn. `REASONING`: it
+    left out only the turn's reasoning.
+    """
+
+    RENDER = 0
+    PROMPT = 1
+    TURN = 2
+    REASONING = 3
+
+
 class CannotRender(ValueError):
     """A template that raises, or that leaves out what a message says.
 
     Attributes:
-        progress: how far the form got, to choose the error that says most of several.
+        progress: `conversations.py` tries several forms of a conversation, and shows the user the
+            error of the one that got farthest.
         part: of the conversation that cannot be rendered.
         remedy: what the user can do.
     """
 
-    def __init__(self, progress: int, part: str, remedy: str) -> None:
+    def __init__(self, progress: Progress, part: str, remedy: str) -> None:
         self.progress = progress
         self.part = part
         self.remedy = remedy
@@ -48,8 +64,15 @@ class CannotRender(ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation with its tools, ready for the template of a tokenizer: cleaned, and with marks
-    for words that spell control tokens. `words`: mark → the word that it stands for."""
+    """A conversation with its tools, ready for the template of a tokenizer.
+
+    Attributes:
+        messages: cleaned, and with a mark (a word that no text has) in place of each word that
+            spells a control token.
+        form: the way of writing messages that the template gets: tool calls as text or as objects,
+            content as text or as parts (`chat_forms.list_forms`).
+        words: mark → the word that it stands for.
+    """
 
     tokenizer: Any
     messages: list[Message]
@@ -70,10 +93,12 @@ class Chat:
             # Jinja's own errors, and whatever the code of a template can raise.
             reason = " ".join(str(error).split()) or type(error).__name__
             remedy = f"the chat template cannot render this conversation: {reason}"
-            raise CannotRender(progress=0, part=part, remedy=remedy) from error
+            raise CannotRender(progress=Progress.RENDER, part=part, remedy=remedy) from error
         if self.form.parts and WRITTEN_PART.search(text):
             raise CannotRender(
-                progress=0, part=part, remedy="the chat template writes content as a list of parts"
+                progress=Progress.RENDER,
+                part=part,
+                remedy="the chat template writes content as a list of parts",
             )
         return str(text)
 
@@ -154,7 +179,7 @@ def check_prompt(chat: Chat, text: str, count: int) -> None:
         if name not in text:
             remedy = f"the chat template does not render tools ({name!r} is missing); "
             remedy += "drop the tools, or set model.chat_template to one that does"
-            raise CannotRender(progress=1, part="tools", remedy=remedy)
+            raise CannotRender(progress=Progress.PROMPT, part="tools", remedy=remedy)
     for message in chat.messages[:count]:
         content = message.get("content")
         role = message["role"]
@@ -163,7 +188,9 @@ def check_prompt(chat: Chat, text: str, count: int) -> None:
         if not has_words(text, content):
             remedy = f"the chat template leaves out this message of the role {role!r}; "
             remedy += "drop or rename it, or set model.chat_template to one that renders it"
-            raise CannotRender(progress=1, part=describe_message([message]), remedy=remedy)
+            raise CannotRender(
+                progress=Progress.PROMPT, part=describe_message([message]), remedy=remedy
+            )
 
 
 def has_words(text: str, content: str) -> bool:

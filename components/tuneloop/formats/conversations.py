@@ -5,7 +5,11 @@ template's rendering of the messages before it, up to where the assistant speaks
 what the template adds for the turn, up to and with the token that ends it. A template may render a
 turn otherwise once another follows: it strips reasoning, or ends the conversation by another token.
 Such a turn cannot be both a target and the context of a later one in a single document, so the
-later turn begins a document of its own."""
+later turn begins a document of its own.
+
+A document is a sequence of ids that is trained on as one. `chat_rendering.py` renders text with
+marks, which stand for words of the user that spell control tokens, and tries forms of a
+conversation (`Form`), since templates differ in what they read of a message."""
 
 import json
 import re
@@ -20,6 +24,7 @@ from tuneloop.formats.chat_forms import Message, Reasoning, split_reasoning
 from tuneloop.formats.chat_rendering import (
     CannotRender,
     Chat,
+    Progress,
     check_prompt,
     describe_message,
     has_words,
@@ -40,8 +45,8 @@ OPEN_REASONING = re.compile(r"<think>\s*\Z")
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the assistant: what stands before it, and its own part, as rendered text (with
-    marks) and as ids.
+    """A turn of the assistant: what stands before it, and its own part, as rendered text with marks
+    (`Chat.words`) and as ids.
 
     Attributes:
         is_ended: whether the last id is the token that ends the turn. It is not where a template
@@ -128,7 +133,9 @@ def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) 
     render all of it, or not as something that it lets the model say."""
     message = chat.messages[number]
     if number == 0:
-        raise CannotRender(progress=1, part=describe_message([message]), remedy=NO_PROMPT)
+        raise CannotRender(
+            progress=Progress.PROMPT, part=describe_message([message]), remedy=NO_PROMPT
+        )
     prompt = chat.render(number, prompt=True)
     check_prompt(chat, prompt, number)
     rendered = chat.render(number + 1, prompt=False)
@@ -136,7 +143,9 @@ def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) 
     _check_turn(message, addition, reasoning)
     prompt_ids = chat.encode(prompt, start=True)
     if not prompt_ids:
-        raise CannotRender(progress=1, part=describe_message([message]), remedy=NO_PROMPT)
+        raise CannotRender(
+            progress=Progress.PROMPT, part=describe_message([message]), remedy=NO_PROMPT
+        )
     whole_ids = chat.encode(rendered, start=True)
     if rendered.startswith(prompt) and whole_ids[: len(prompt_ids)] == prompt_ids:
         target = whole_ids[len(prompt_ids) :]
@@ -154,7 +163,8 @@ def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) 
             is_ended=False,
         )
     target = target[:end]
-    # The text up to and with the token that ends the turn, which may come before, as text of it.
+    # The text up to and with the token that ends the turn. A turn may have that token before its
+    # end, so it is cut at the last of those that are among the ids.
     token = chat.tokenizer.convert_ids_to_tokens(target[-1])
     pieces = addition.split(token)
     ended = pieces[: target.count(target[-1])]
@@ -202,7 +212,8 @@ class _Document:
             between = turn.prompt[len(self.ids) :]
         else:
             between = self.chat.encode(turn.prompt_text[len(self.text) :], start=False)
-        # Nothing that can be sampled ends the turn before: what follows would teach to go on.
+        # The turn before has no id that ends sampling. Joined to what follows, it would teach the
+        # model to write the next message itself, instead of ending its turn.
         if not self.is_ended and (not between or between[0] not in stops):
             return False
         gap = [False] * len(between)
@@ -235,8 +246,8 @@ def join_turns(
 
 
 def _encode_in_some_form(chat: Chat, encode: Callable[[Chat], T]) -> T:
-    """Return `encode` of the conversation in the first form that the template renders whole. Raises
-    UserError with the reason of the form that got farthest."""
+    """Return `encode` of the conversation in the first form of which the template leaves out nothing
+    (`list_chats`). Raises UserError with the reason of the form that got farthest."""
     refusals: list[CannotRender] = []
     for candidate in list_chats(chat):
         try:
@@ -273,7 +284,7 @@ def _find_addition(message: Message, prompt: str, rendered: str) -> str:
     if split_reasoning(message)[0]:
         remedy += " (its arguments may turn reasoning off)"
         remedy += "; set data.reasoning=drop, or model.template_args"
-    raise CannotRender(progress=2, part=describe_message([message]), remedy=remedy)
+    raise CannotRender(progress=Progress.TURN, part=describe_message([message]), remedy=remedy)
 
 
 def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
@@ -286,11 +297,11 @@ def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
         remedy += " set model.chat_template to one that has it"
         if message.get("tool_calls"):
             remedy = "the chat template leaves out the text beside tool calls; drop one of the two"
-        raise CannotRender(progress=2, part=part, remedy=remedy)
+        raise CannotRender(progress=Progress.TURN, part=part, remedy=remedy)
     if reasoning == "keep" and not has_words(addition, thought):
         remedy = "the chat template leaves out the reasoning of this turn;"
         remedy += " set data.reasoning=drop, or model.chat_template to one that has it"
-        raise CannotRender(progress=3, part=part, remedy=remedy)
+        raise CannotRender(progress=Progress.REASONING, part=part, remedy=remedy)
     functions = [call["function"] for call in message.get("tool_calls", ())]
     # Several calls of one function are all there where its name is there as often.
     counts = Counter(function["name"] for function in functions)
@@ -299,7 +310,7 @@ def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
         if addition.count(name) < counts[name] or not _has_arguments(addition, function):
             remedy = f"the chat template does not render all tool calls ({name!r});"
             remedy += " set model.chat_template to one that does, or drop the row"
-            raise CannotRender(progress=2, part=part, remedy=remedy)
+            raise CannotRender(progress=Progress.TURN, part=part, remedy=remedy)
 
 
 def _has_arguments(text: str, function: JsonMapping) -> bool:

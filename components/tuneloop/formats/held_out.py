@@ -1,4 +1,9 @@
-"""What a checkpoint says of the loss on held-out demonstrations: ``facts.held_out``."""
+"""What a checkpoint says of the loss on held-out demonstrations: ``facts.held_out``.
+
+`training/held_out.py` measures it. `formats/facts.py` reads it back from the manifests of earlier
+runs, too, and refuses one that lacks a field without a default: a new field needs a default. The
+names of the fields are also keys of the commands' JSON output (docs/commands.md).
+"""
 
 import math
 from dataclasses import asdict, dataclass
@@ -12,7 +17,7 @@ class HeldOutFacts:
 
     Attributes:
         demonstrations: how many were held out.
-        targets: their target tokens, over which a loss is the mean.
+        targets: number of tokens that are learned, in all of them; a loss is the mean over these.
         loss_before, loss_after: mean negative log-probability of a target, in nats.
     """
 
@@ -22,7 +27,7 @@ class HeldOutFacts:
     loss_after: float
 
     def to_facts(self) -> dict[str, dict[str, float]]:
-        """Return them as the facts of a manifest."""
+        """Return them as a part of `Manifest.facts`, for `Draft.commit`."""
         return {FACT: asdict(self)}
 
     def __str__(self) -> str:

@@ -37,6 +37,7 @@ TYPES = {
 """Input or output → artifact type; any other is a Dataset."""
 DESCRIPTIONS = {
     URL: "where the output is committed",
+    # The loop ends once the mean of an iteration's rewards is at least this.
     TARGET: "rewards of this mean end the loop",
     SAME: "input → the other input that is the same artifact",
 }
@@ -101,7 +102,7 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
 
 
 def pass_artifacts_once(arguments: JsonMapping, inputs: Iterable[str]) -> JsonObject:
-    """Return the arguments of a task with each artifact once.
+    """Return the arguments of a task with each artifact once: KFP fails at the second (`io.SAME`).
 
     Args:
         arguments: of a task.
@@ -194,8 +195,8 @@ def stage_component(
         stage: what to run.
         image: of the container.
         processes: ranks of torchrun.
-        parameter_names: parameters that the component has even where their default is None. It
-            lacks the others without a default, as kfp.local cannot leave out an integer.
+        parameter_names: parameters that the component has even where their default is None. Other
+            parameters whose default is None are left out, as kfp.local cannot pass no integer.
         extra: flags of `tuneloop.kfp.stage` besides the executor input.
     """
     signature, descriptions = stage_signature(stage, set(parameter_names))
@@ -299,7 +300,7 @@ def set_interface(
     for name, (kind, default) in signature.items():
         if descriptions.get(name):
             lines.append(f"    {name}: {descriptions[name]}")
-        # Of such parameters, those without a default may follow those with one.
+        # Keyword-only, so that a parameter without a default may follow one with a default.
         parameter = inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default
         )
@@ -361,6 +362,7 @@ def _request_resources(task: dsl.PipelineTask, cluster: Cluster, role: ResourceR
     resources = cluster.resources(role)
     task.set_cpu_request(resources.cpu)
     task.set_memory_request(resources.memory_request)
+    # The request is the limit here, also if it is the 2Gi of `auto` (docs/cluster.md).
     task.set_memory_limit(resources.memory_request)
     gpus = cluster.count_gpus(role)
     if gpus:

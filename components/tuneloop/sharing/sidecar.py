@@ -5,12 +5,17 @@
 
 It holds the lease from the pod's start to its end. The file, which `tuneloop.core.fencing` reads in
 the stage's container, exists once the lease is granted. The pod's startup probe asks for it, so
-that container starts then. The lease is released when the stage releases it, at the latest on
-SIGTERM, which Kubernetes sends to a sidecar when all other containers have ended.
+that container starts then. The lease is released when the stage asks for it (it writes a file with
+the suffix `fencing.RELEASED` beside this one), at the latest on SIGTERM, which Kubernetes sends to a
+sidecar when all other containers have ended. A released lease is not requested again.
 
-A restarted sidecar goes on with the lease that the file names. Where that was lost, it waits for
-its own end, as the stage sees the loss, too, and ends. Where the group refuses the run, the file
-says so: the stage starts, and ends with exit code 2 and the same line.
+A restarted sidecar goes on with the lease that the file names. If that lease was lost, the sidecar
+writes so into the file and waits for the pod's end: the stage reads it, and ends. If the group
+refuses the run, the file says so: the stage starts, and ends with exit code 2 and the same line.
+
+The command line is built by `argo/lease_sidecar.py`. The local executor (`local/pod.py`) and
+`cluster/preflight.py` parse it by `parse_arguments`; `workflow/manifest.py` compares its first words
+(`SIDECAR`).
 """
 
 import argparse
@@ -61,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         serve_lease(url, flags, stop)
     except (UserError, Retryable) as error:
-        # An error while the pod ends is none: nothing waits for this container's result.
+        # While the pod ends, an error is no failure: nothing waits for this container's result.
         sys.exit(0 if stop.is_set() else report_error(error))
     sys.exit(0)
 
@@ -88,6 +93,8 @@ def serve_lease(url: str, flags: argparse.Namespace, stop: threading.Event) -> N
     except UserError as error:
         if stop.is_set() or file.exists():
             raise
+        # `read_lease_grant` of the stage reads `refused` before anything else: the rest is a lease
+        # that never was valid.
         refusal = fencing.Grant(
             group=flags.group,
             number=0,
@@ -117,7 +124,8 @@ def hold_lease(group: LeaseGroup, file: Path, stop: threading.Event) -> None:
     try:
         lease = group.resume(grant, stop)
     except Retryable as error:
-        # The stage ends when it reads this; another lease would let it commit what is late.
+        # The stage ends when it reads this. A new lease would let it commit after another run may
+        # have used the devices.
         expired = grant.model_copy(update={"until": -1.0})
         fencing.write_lease_grant(file, expired)
         print_diagnostic(f"lease: {error}", 0)

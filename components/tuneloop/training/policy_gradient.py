@@ -29,12 +29,13 @@ class Objective:
     """The objective to minimise: an algorithm's loss on samples, weighed token by token.
 
     It is the sum over the tokens of a mini-batch on all ranks, so that the cut into micro-batches
-    has no influence on it.
+    has no influence on it. Gradients of ranks are therefore summed, and not averaged
+    (`set_gradient_divide_factor` in `fsdp/policy.py`).
 
     Attributes:
         stage: gets the metrics, and names the random streams.
         temperature: of the sampling, by which logits are divided here, too.
-        limit: rollouts in a micro-batch.
+        limit: the maximum of rollouts in a micro-batch.
     """
 
     stage: Stage
@@ -68,15 +69,22 @@ class Objective:
     def step(self, trainer: Trainer, samples: Sequence[Sample]) -> float:
         """Take one optimizer step on a mini-batch, and return its loss; measures go to the stage's
         metrics.
+
+        Args:
+            trainer: whose policy it changes.
+            samples: all of the mini-batch, on every rank; `trainer.plan` chooses those of this rank.
         """
         import torch
 
+        # `mini_batches.set_advantages` has set both. A sample without a gradient is not computed,
+        # but its tokens count in the mean, as the algorithm defines it.
         counted = [sample for sample in samples if sample.counted]
         used = [sample for sample in counted if sample.used]
         targets = torch.tensor([sample.document.target_count for sample in counted])
         weights = self.algorithm.token_weights(targets)
         weight_by_id = {sample.id: weight for sample, weight in zip(counted, weights.tolist())}
-        # A step that is repeated after an interruption drops the same activations.
+        # Dropout is seeded for each step, so that a step that is repeated after an interruption is
+        # the same.
         torch.manual_seed(self.stage.seed("dropout", trainer.step, self.stage.rank))
         tally = Tally(trainer.ranks)
         documents = [sample.document for sample in used]
@@ -86,7 +94,8 @@ class Objective:
             output = self._forward(trainer, [used[i] for i in micro], batch, weight_by_id)
             loss = output.per_token
             for term in output.batch_terms.values():
-                # Each token carries its part of the term, so that micro-batches and ranks add up.
+                # `targets` are those of all ranks. Each token has its part of the term, so that the sum
+                # over micro-batches and ranks is the mean over the mini-batch.
                 loss = loss + term / targets.sum()
             loss.sum().backward()
             tally.add(loss=loss.detach(), **output.metrics)
@@ -177,7 +186,8 @@ class Tally:
         """Return the mean of each, and two figures of the importance weights; called by all ranks.
 
         ``logprob_gap_max`` is the largest gap, and ``importance_ess`` Kish's effective sample size
-        over the token count, ``(Σw)² / (n Σw²)``.
+        over the token count, ``(Σw)² / (n Σw²)``. They need the metrics ``logprob_gap`` and
+        ``importance_weight``, which an algorithm has both or neither (`PolicyGradient.loss`).
         """
         import torch
 

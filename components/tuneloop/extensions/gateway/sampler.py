@@ -1,7 +1,9 @@
 """The vLLM server that the sessions of a namespace share.
 
-It is started when one of them first samples, loads the weights of the current request, verified by
-their canary, and is scaled to zero when none has sampled for a while.
+It is started when one of them first samples, and scaled to zero when none has sampled for a while.
+A session is one client's training at the gateway, with weights of its own. Before it samples for a
+session, the server loads that session's weights. `prove_weights` then compares what it computes
+with what the trainer recorded for a fixed text (the canary of the checkpoint).
 """
 
 import logging
@@ -23,7 +25,9 @@ START_S = 900.0
 """Seconds that a request waits for the server (quota, a node, its image), and for it to load
 weights."""
 KEEP_S = 10.0
-"""Seconds for which the server keeps loaded weights, unless they are sampled from sooner."""
+"""Seconds for which weights that one session has loaded are reserved for its request: a load of
+another session waits so long, or until they have been sampled from. At most 60 (`load` of
+`inference/http_api.py`). It does not stop an idle server; `SamplerUse` does."""
 LOOK_S = 10.0
 """Seconds between two attempts to start a used server, and the maximum between two checks whether
 it is used."""
@@ -32,7 +36,10 @@ Result = TypeVar("Result")
 
 
 class SharedSampler:
-    """Samples as `resident.Sampler` does, from snapshots that are checkpoints, at the server `url`.
+    """Samples as `resident.Sampler` does, at the server `url`.
+
+    A snapshot is a session's weights at one step. Here each is a checkpoint in the store
+    (`Snapshot.base`), as the server fetches it from there.
 
     The server refuses a request if another session has loaded other weights since; the client then
     loads the snapshot's weights again, and verifies them.
@@ -67,7 +74,7 @@ class SharedSampler:
         def prove(engine: Engine) -> None:
             prove_weights(engine, snapshot.base)
 
-        # The client does this again when the server was lost, or has other weights.
+        # The client loads and proves again by itself, when the server was lost or has other weights.
         self._client.prove = prove
         try:
             self._client.load(snapshot.base)
@@ -84,7 +91,7 @@ class _Use:
 
     Attributes:
         used: when it was last used, by `time.monotonic`.
-        up: whether it may run.
+        up: whether it may be running, so that it has to be scaled to 0 when it is idle.
         tried: when it was last attempted to start it.
         failure: the error of that attempt.
     """
@@ -115,7 +122,8 @@ class SamplerUse:
         threading.Thread(target=self._watch, name="sampler", daemon=True).start()
 
     def start(self, namespace: str) -> None:
-        """Record that the sampler of a namespace is used, and start it unless it runs.
+        """Record that the sampler of a namespace is used, and scale it to 1 if that was not done in
+        the last `LOOK_S` seconds; if it runs, that changes nothing.
 
         Raises as `scale`; for `LOOK_S` seconds after a failure, the same error is raised without
         another attempt.
