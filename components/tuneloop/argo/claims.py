@@ -15,7 +15,7 @@ from tuneloop.workflow.manifest import labels_of
 from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Share
 
 DEVICES = "devices"
-"""The claim's name in a pod, and its only request."""
+"""The claim's name in a pod, and the name of the one request in its ResourceClaim."""
 ROLES = {"rollout": "sampler"}
 """Logical image → role; an image that is not listed is a trainer's."""
 TRAINER = "trainer"
@@ -24,7 +24,8 @@ TAKE = "take-claim"
 GIVE = "give-claim"
 """The template of the exit handler that releases them."""
 END = "end-graph"
-"""The template of the exit handler that ends a run's own graph of servers."""
+"""The template of the exit handler that deletes the DynamoGraphDeployment (servers of Dynamo's
+operator) which was created for this run alone."""
 PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
 """Fields of a pod that decide on which node it runs."""
 
@@ -40,7 +41,9 @@ def claim_output(share: Share, role: str) -> str:
 
 
 def claim_tag(share: Share, role: str) -> str:
-    """Return the tag of the claim's name, for the templates of a role's stages."""
+    """Return the tag of the claim's name, for the templates of a role's stages. With `share.alone` it
+    is the name of a ResourceClaimTemplate.
+    """
     return "{{workflow.outputs.parameters.%s}}" % claim_output(share, role)
 
 

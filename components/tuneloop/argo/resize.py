@@ -1,10 +1,12 @@
-"""A rollout server's pod that requests less while the server sleeps (`engine.asleep`,
-`tuneloop.kube.resize`).
+"""Render the pod of a rollout server that requests less while the server sleeps (`engine.asleep`).
+
+The server changes its pod itself, by `tuneloop.kube.resize`, when it falls asleep or wakes up.
 
 Only its container has the token of an account that may resize pods (`manifests/components/resize`).
 That manifest's policy lets a pod change its own requests, and nothing else. Kueue deletes a pod
-whose requests are no longer those it admitted, unless the pod is in a group, which it compares by
-an earlier hash. A queued server is therefore a group of one pod.
+whose requests are no longer those that it admitted. It does not compare them if the pod is in a
+group: there it compares a hash that was written when the pod was created. A queued server is
+therefore a group of one pod.
 """
 
 from collections.abc import Mapping
@@ -28,15 +30,15 @@ OF_ONE = {
 """Annotations of a pod that is a group by itself: its quota is released when it ends, even if it
 failed.
 """
-# Without a policy for each resource the kubelet may restart the container to resize it.
 IN_PLACE = [
     {"resourceName": "cpu", "restartPolicy": "NotRequired"},
     {"resourceName": "memory", "restartPolicy": "NotRequired"},
 ]
+"""The container's `resizePolicy`: the kubelet changes both without a restart of the container."""
 
 
 def resize_while_asleep(template: Any, asleep: Mapping[str, str]) -> None:
-    """Make a server request less while it sleeps.
+    """Render what a server needs to request less while it sleeps: a flag, an account, a policy.
 
     Args:
         template: of the server's pod, a Container of Hera.
@@ -54,4 +56,4 @@ def resize_while_asleep(template: Any, asleep: Mapping[str, str]) -> None:
     if QUEUE_LABEL in template.labels:
         group = "serve-{{workflow.uid}}-{{retries}}"
         template.labels = template.labels | {GROUP: group}
-        template.annotations = OF_ONE
+        template.annotations = (template.annotations or {}) | OF_ONE

@@ -1,5 +1,5 @@
-"""``tuneloop fleet``: rollout workers that do not pull weights, and the graphs of workers of
-Dynamo's operator.
+"""``tuneloop fleet``: rollout workers to which tuneloop sends each version of the weights (others
+fetch it from the store themselves), and the graphs of workers of Dynamo's operator.
 """
 
 import functools

@@ -68,7 +68,8 @@ def show_status(
         "held-out loss": str(find_held_out(run) or ""),
         "caution": describe_caution(run),
     }
-    # Where an evaluation is newer, the mean reward above says more.
+    # "mean reward" is that of an evaluation, if there is one. A batch that was scored after it gets a
+    # line of its own.
     latest = run.latest_reward()
     if latest and latest.entry.manifest.role == "scorer":
         facts["newest batch"] = (

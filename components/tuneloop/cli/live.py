@@ -34,7 +34,8 @@ ITERATION = re.compile(r"^iteration \d+/\d+  reward ")
 
 @dataclass
 class LoopProgress:
-    """Where the loop of a run stands, as far as its stages are pods of their own.
+    """Where the loop of a run stands. Of a pod that runs several iterations (`ITERATION`) nothing is
+    known here.
 
     Attributes:
         limit: the maximum number of iterations; None: unknown.
@@ -86,7 +87,8 @@ def _format_outputs(outputs: Mapping[str, str]) -> str:
 
 
 class Display:
-    """Shows the nodes of a run; give `node` and `log` to the executor.
+    """Shows the nodes of a run. The local executor calls `node` when a node changes, and `log` with
+    each line that a pod writes, from several threads.
 
     Args:
         run: the run that is executed.
@@ -114,7 +116,7 @@ class Display:
         self.retries: dict[str, Node] = {}
         self.phases: dict[str, str] = {}
         self.progress: dict[str, str] = {}
-        # Nodes whose log said in words what their outputs count.
+        # Nodes whose log lines (`NOTE`) already had the numbers of their outputs.
         self.described: set[str] = set()
         self.live: Live | None = None
         self.table: RenderableType = run.name
@@ -147,9 +149,9 @@ class Display:
         else:
             self.running.pop(node.id, None)
         if node.phase in DONE:
-            # A failed attempt is reported by its retry, which knows whether it was the last.
-            is_reported = node.phase in BROKEN and node.parent in self.retries
-            if previous_phase not in DONE and not is_reported:
+            # `_show_retry` shows a failed attempt: its node knows whether it was the last.
+            has_retry = node.phase in BROKEN and node.parent in self.retries
+            if previous_phase not in DONE and not has_retry:
                 self._show_end(node)
         elif node.daemoned and previous_phase != "ready":
             self.phases[node.id] = "ready"
@@ -163,8 +165,9 @@ class Display:
         self.waiting.pop(node.parent, None)
         iteration = find_iteration(node)
         is_outside = iteration == 0 and node.template not in self.servers
-        # An update may begin after the next batch's rollout, and a server be started anew within an
-        # iteration: neither ends one.
+        # A stage outside the loop, or of a later iteration, ends the iteration. A server does not
+        # (it may be started anew within one), nor an update that begins after the rollout of the
+        # next iteration (`loop.asynchronous`).
         if iteration > self.loop.iteration or is_outside:
             self._end_iteration()
             self.loop.begin(iteration)
@@ -186,8 +189,8 @@ class Display:
         """Show a line that a pod wrote, if it is about progress or about the data."""
         match = PROGRESS.match(line)
         if match:
-            # What is over at once needs no line of its end; a stage that showed its steps shows the
-            # last one, too.
+            # The last line of a stage (10/10) repeats what its end says. It is shown if it has a
+            # fact besides the count, or if lines of earlier steps were shown.
             is_last = int(match["done"]) >= int(match["total"])
             has_fact = FACT.search(line) is not None
             is_shown = not is_last or has_fact or node.id in self.progress

@@ -64,8 +64,8 @@ def describe_failure(run: Run, outcome: "Outcome") -> str:
     remedy = f"`tuneloop resume {run.name}{option}`"
     if outcome.exit_code == EXIT_USER:
         run.refresh()
-        # `tuneloop run` refuses other settings once the loop has committed a version
-        # (`cli/execute.py`), so that all versions of a run come from the same settings.
+        # Once the loop has committed a version, `runs.resumption.find_changed_settings` refuses other
+        # settings, so that all versions of a run come from the same ones.
         remedy += (
             ", or another run with other settings"
             if run.iteration

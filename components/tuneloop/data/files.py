@@ -55,11 +55,14 @@ def load_splits(
     mixture: list[Part] = [],  # noqa: B006
     shuffle: bool = True,
 ) -> Splits:
-    """Load rows. Without files or splits of their own, all parts of the data are cut from `path`.
-    Raises UserError: something cannot be read, is empty, or has columns that are not known;
-    Retryable: the hub does not answer.
+    """Load rows. Without files or splits of their own, held-out prompts and demonstrations are cut
+    from `path`, too: they are then read from the one iterator of `train`, each further rows than the
+    one before (`Splits.of`). Raises UserError: something cannot be read, is empty, or has columns
+    that are not known; Retryable: the hub does not answer.
 
     Args:
+        n: how many rows the caller takes at most. Not used here: rows are read as they are taken.
+        seed: of the order of rows.
         split: of a data set on the hub, or of a folder whose files are named after theirs.
         name: the configuration of a data set on the hub, as ``datasets.load_dataset`` calls it.
         revision: branch, tag or commit on the hub.
@@ -123,7 +126,11 @@ def _open_stream(opener: Opener, path: Addresses, split: str, order: int | None)
 
 
 def digest_source(arguments: JsonMapping) -> str | None:
-    """Digest the bytes of all files; None where one cannot be read."""
+    """Digest the bytes of all files; None where one cannot be read.
+
+    `data/sources.py` finds this function by its name, in any module of the family ``data``: without
+    it a stage would not notice that the rows of a file have changed.
+    """
     companions = [layout.companion for layout in list_layouts() if layout.companion is not None]
     patterns = sorted({companion.pattern for companion in companions})
     pairs: list[tuple[str, str]] = []

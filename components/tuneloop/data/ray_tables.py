@@ -43,8 +43,9 @@ def ray_data() -> Iterator[MapTables]:
         if type(error) is not Exception:
             raise
         raise Retryable(f"data_prep: Ray did not start ({error})") from error
-    # Ray sets handlers of its own, by which a stage would not commit what resume needs. It sets
-    # none, and none can be set (ValueError), beside the main thread.
+    # Ray replaces the handlers of signals, so that a stage that is stopped would not save what
+    # resume needs. In a thread other than the main one Ray sets none, and Python allows none
+    # (ValueError).
     with suppress(ValueError):
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -59,7 +60,7 @@ def ray_data() -> Iterator[MapTables]:
             data = ray.data.from_arrow(window).map_batches(
                 function, batch_size=None, batch_format="pyarrow"
             )
-            # Tables as they came, whatever blocks Ray makes of them.
+            # Of `ROWS` rows each, whatever blocks Ray makes of them; `SplitWriter` cuts them anew.
             yield from data.iter_batches(batch_size=ROWS, batch_format="pyarrow")
 
     try:

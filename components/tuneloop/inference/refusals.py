@@ -34,10 +34,12 @@ async def refuse_stranger(reason: str) -> JSONResponse:
 
 
 def create_app(mistake: int) -> FastAPI:
-    """Create an application that turns errors into answers.
+    """Create an application that turns errors into answers; Retryable is 503.
 
-    UserError and errors of validation get the status `mistake`, Retryable 503.
+    Args:
+        mistake: the status of UserError and of errors of validation.
     """
+    # Clients that send JSON without its content type are served, too.
     app = FastAPI(openapi_url=None, strict_content_type=False)
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:

@@ -75,8 +75,8 @@ def retry_in_process(
         write_termination_message(line)
     if code and url:
         failure = {"message": line or f"exit code {code}", "time": time.time()}
-        # Readers learn why a task failed from the store alone, as KFP does not tell. The store may
-        # be what is down.
+        # KFP does not say why a task failed: `runs/committed.py` reads it from this file. The store
+        # may be what is down.
         with contextlib.suppress(UserError, Retryable):
             Store(url).put(FAILURE, dump_checked_json(failure, FAILURE))
     return code

@@ -196,7 +196,10 @@ class _RestartedDaemon:
 
 
 def _refusal(strategy: JsonMapping, last: Scope, result: Result, number: int) -> str | None:
-    """Return why there is no further attempt, empty where the message says it; None: there is."""
+    """Return why there is no further attempt; None if there is one.
+
+    It is empty if the message of the last attempt says enough.
+    """
     expression = strategy.get("expression")
     policy = strategy.get("retryPolicy") or ("Always" if expression else "OnFailure")
     if result.phase not in POLICIES.get(policy, ()):
@@ -209,6 +212,11 @@ def _refusal(strategy: JsonMapping, last: Scope, result: Result, number: int) ->
 
 
 def _pause(backoff: JsonMapping, number: int) -> float:
-    """Return the seconds before attempt `number` + 2: the duration times a power of the factor."""
+    """Return the seconds before a retry: the duration times a power of the factor, as Argo does.
+
+    Args:
+        backoff: of the template's retry strategy.
+        number: how many retries were before it; 0 for the first.
+    """
     factor = float(int(backoff.get("factor") or 1))
     return parse_duration(backoff.get("duration") or 0) * factor**number

@@ -282,6 +282,7 @@ def _become(
     try:
         # To execute a module again takes longer than all else that a small stage waits for.
         stage = importlib.import_module("tuneloop.core.component").find_component(argv[2])
+        # `main` ends the process. What is no stage is run as a program.
         if stage is not None:
             stage.main()
         runpy.run_module(argv[2], run_name="__main__", alter_sys=True)

@@ -114,7 +114,7 @@ def find_limits(settings: BaseModel, workflow: JsonMapping, machine: Machine) ->
         facts=pods.facts,
         machine=machine,
     )
-    # Stages that have a setting in common break it in the same line.
+    # By their text: two stages that share a setting would yield the same line twice.
     limits: dict[str, Limit] = {}
     for check in CHECKS:
         for error in check(run):

@@ -33,9 +33,11 @@ class Reward:
         needs_episode: whether it judges an episode with an environment only (``NEEDS_EPISODE``), so
             that it cannot check a gold answer by itself.
         trusted: whether no completion can make it hang, crash or take memory (``TRUSTED``).
-        write_answers: writes completions that state a gold answer, and earn full marks: see `proof`.
-        source: the xxh3-64 of the file that has the function, so that what other code decided is
-            not taken for its verdict; empty where there is no file.
+        write_answers: writes completions that state a gold answer (the right answer of a row), and
+            earn the largest score. `rewards/proof.py` checks a data set by them.
+        source: the xxh3-64 of the file that has the function; a resumed run uses a score again only
+            if it is the same. It does not cover modules that the file imports. Empty where there is
+            no file.
     """
 
     name: str

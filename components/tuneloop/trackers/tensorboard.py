@@ -1,7 +1,7 @@
 """TensorBoard: a directory of event files for each run, below ``./tensorboard`` or the address.
 
-An earlier mirror's files are deleted, as one may end inside a record. TensorBoard has float32,
-and no tables.
+The files of an earlier process that copied the same run (`tuneloop track`) are deleted, as one may
+end inside a record. TensorBoard has float32, and no tables.
 """
 
 from collections.abc import Mapping

@@ -27,6 +27,7 @@ MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 TEXTS = ("prompt", "completion", "chosen", "rejected")
 """Columns that become lists of messages in a chat."""
 ANSWERS = TEXTS[1:]
+"""Of these, the columns with a message of the assistant."""
 
 
 def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:

@@ -25,7 +25,7 @@ from tuneloop.data.readers.strict_json import describe_type, parse_json
 from tuneloop.formats.chat_forms import Message
 
 LAYOUTS: tuple[Layout, ...] = ()
-"""None: what is shared here is no family of layouts."""
+"""Empty, but required: `list_layouts` imports every module of this package, and reads its layouts."""
 
 
 def get_text_of(values: Values, column: str) -> str:
@@ -138,7 +138,7 @@ def read_pair(values: Values) -> Example:
         except BadValue as error:
             raise BadValue(f"column {column!r} {error}") from error
     (prompt, better), (other_prompt, worse) = sides
-    # A preference that begins in an earlier turn is none between two completions of one prompt.
+    # Sides that differ in an earlier turn are not two completions of one prompt.
     if prompt != other_prompt:
         raise BadValue("'chosen' and 'rejected' differ before their last message")
     if "tool_calls" in better or "tool_calls" in worse:

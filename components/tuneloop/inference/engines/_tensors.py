@@ -22,7 +22,8 @@ class Readback:
 
     Attributes:
         tensors: how many the files have.
-        identical: how many of these the engine holds bit for bit.
+        identical: how many of these the engine holds bit for bit, but for the sign of a zero in
+            layers that it packs.
         different: the names of those that differ in at least one worker.
         unread: the names of those that the engine keeps in a form unknown to us.
     """
@@ -70,7 +71,8 @@ def compare_state(state: Mapping[str, Tensor], model: Path) -> Readback:
     for name, expected in read_tensors(model):
         tensors += 1
         tensor = state.get(name)
-        # transformers fuses some layers while it loads them, so that the state lacks their names.
+        # transformers fuses some layers while it loads them, so that the state lacks their names, or
+        # has another tensor under the name of one of them.
         if tensor is None or tensor.shape != expected.shape:
             unread.append(name)
         elif not is_same(tensor.cpu(), expected.to(tensor.dtype)):

@@ -26,11 +26,15 @@ UNIT_NAMES = {
     "liter": "l",
     "litre": "l",
 }
+"""Word → its replacement, which may be several words."""
 SINGULAR = re.compile(r"(?<=[a-z]{2})(?<!s)s\b")
+"""The s of a plural: at the end of a word, after two letters, not of a double s (glass)."""
 
 
 def name_unit(unit: str) -> str:
-    """Bring a unit to one spelling: in the singular, squares as ``^2``; "units" alone are none."""
+    """Bring a unit to one spelling: in the singular, squares as ``^2``. The word "units" names no unit,
+    and is dropped. Names are replaced word by word: km/h and "km per hour" stay different.
+    """
     unit = re.sub(r"[\s\\]+", " ", unit.lower()).strip(" .")
     unit = re.sub(r"[{}]", "", unit)
     unit = re.sub(r"\b(?:square|sq\.?) (\w+)", r"\1^2", unit)
