@@ -5,8 +5,9 @@
 
 On a cluster this last step of a workflow creates a copy of the workflow with the next number, which
 starts at another template with these arguments. As the copy exists before this workflow ends, an
-active run never looks finished. A retry finds an existing copy. On one machine it only writes down
-what follows, for `execute_parts`.
+active run never looks finished. A retry finds an existing copy. On one machine it only writes the
+template and the arguments that follow into an output parameter (`NEXT`), which `execute_parts` of
+`local/` reads.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from tuneloop.workflow.settings import LOCAL, NEXT, RUN_LABEL
 
 @report_errors
 def main(argv: Sequence[str]) -> int:
-    """Start the next workflow, or on one machine, print what it is."""
+    """Start the next workflow, and write what follows as an output parameter."""
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.continue_run")
     for flag in ("--workflow", "--namespace", "--entrypoint"):
         parser.add_argument(flag, required=True)
@@ -84,7 +85,8 @@ def build_next_workflow(
     previous = workflow["metadata"]
     metadata: JsonObject = {}
     for kind in ("labels", "annotations"):
-        # The controller's own entries describe the workflow that ends.
+        # Entries of Argo describe the workflow that ends: its phase, whether it is completed. The
+        # controller writes those of the next one.
         metadata[kind] = {
             key: value
             for key, value in previous.get(kind, {}).items()

@@ -25,6 +25,9 @@ class Problem(UserError):
     Attributes:
         found: what is wrong, without the remedy.
         command: the command, or sentence, that fixes it.
+
+    The line is ``{finding}; {command}{otherwise}``: `otherwise` is a second remedy, which begins with
+    a comma or a blank.
     """
 
     def __init__(

@@ -220,7 +220,7 @@ def find_quota_problems(
     queues: Collection[str],
     cluster_queue: str,
 ) -> Iterator[UserError]:
-    """Find requests that exceed a ClusterQueue's quota without the part of the run's servers.
+    """Find stages whose requests exceed what a ClusterQueue's quota leaves beside the run's servers.
 
     Args:
         workflow: a prepared workflow.
@@ -295,7 +295,8 @@ def compute_pod_requests(template: JsonMapping, added: Iterable[JsonMapping] = (
     total: Amounts = {}
     job = parse_applied_object(template)
     if job:
-        # Kueue admits all pods of a job together.
+        # Kueue admits all pods of a JobSet together. `argo/jobset.py` renders one replica of each
+        # replicated job.
         for replicated in job["spec"]["replicatedJobs"]:
             spec = replicated["template"]["spec"]
             for container in spec["template"]["spec"]["containers"]:

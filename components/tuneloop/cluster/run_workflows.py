@@ -68,7 +68,8 @@ def prepare_workflow(
             )
         parameters[name]["value"] = value
     for mutex in spec.get("synchronization", {}).get("mutexes", ()):
-        # The controller would write the same.
+        # Argo would put the name in when the workflow starts. Done here, so that a workflow that is
+        # read before that (or by `--dry-run`) has the same text.
         mutex["name"] = mutex["name"].replace("{{workflow.parameters.run}}", run)
     if priority:
         for template in spec.get("templates", ()):
@@ -112,7 +113,8 @@ def as_template(workflow: JsonMapping, name: str) -> JsonObject:
     workflow_metadata: JsonObject = {"labelsFrom": {RUN_LABEL: run_expression}}
     annotations = dict(workflow["metadata"].get("annotations") or {})
     if PLAN in annotations:
-        # The controller writes it into each workflow that is made from the template.
+        # The controller writes `workflowMetadata` into each workflow that is made from the template.
+        # Only the plan is read from a workflow later; other annotations describe the template.
         workflow_metadata["annotations"] = {PLAN: annotations.pop(PLAN)}
     spec["workflowMetadata"] = workflow_metadata
     metadata = {
@@ -168,18 +170,18 @@ def find_workflows(cluster: Connection, run: str) -> list[JsonObject]:
             f"no workflow in namespace {cluster.namespace} of {cluster.context} has the label"
             f" {RUN_LABEL}={run}",
         )
+    return workflows
+
+
+def list_workflows(cluster: Connection, run: str) -> list[JsonObject]:
+    """List the workflows of a run, oldest first; none where the run does not exist."""
 
     def get_age(workflow: JsonMapping) -> tuple[str, int]:
         # Kubernetes' times are whole seconds: workflows of one second are ordered by numbers.
         metadata = workflow["metadata"]
         return metadata["creationTimestamp"], get_workflow_number(run, metadata["name"])
 
-    return sorted(workflows, key=get_age)
-
-
-def list_workflows(cluster: Connection, run: str) -> list[JsonObject]:
-    """List the workflows of a run as the API server does; none where the run does not exist."""
-    return cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
+    return sorted(cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}"), key=get_age)
 
 
 def list_cluster_runs(cluster: Connection, store: str, selector: str) -> set[str]:
@@ -208,9 +210,8 @@ def find_executor_phase(cluster: Connection, run: str) -> str:
     workflows = list_workflows(cluster, run)
     if not workflows:
         return ""
-    newest = max(workflows, key=lambda workflow: workflow["metadata"]["creationTimestamp"])
-    phase = get_workflow_phase(newest)
-    # A run is not waiting for anybody when its workflow is pending.
+    phase = get_workflow_phase(workflows[-1])
+    # `Run.phase` has no word for a workflow that has not started: it counts as running.
     return {"Pending": "running", "Error": "failed"}.get(phase, phase.lower())
 
 

@@ -69,7 +69,7 @@ def read_status(cluster: Connection, run: str) -> Status:
     for workflow in workflows:
         nodes |= read_nodes(workflow)
         durations = workflow.get("status", {}).get("resourcesDuration", {})
-        # The resources of all vendors, as nvidia.com/gpu.
+        # GPUs of any vendor: resources are called nvidia.com/gpu, amd.com/gpu.
         seconds += sum(value for name, value in durations.items() if name.endswith("/gpu"))
     uses_claims = any(node.template == TAKE for node in nodes.values())
     iterations = _read_values(newest["spec"].get("arguments", {})).get("iterations")
@@ -295,7 +295,7 @@ def read_logs(
     lines: SimpleQueue[tuple[str, str]] = SimpleQueue()
     readers: dict[str, threading.Thread] = {}
     workflows = find_workflows(cluster, run)
-    # By their time, as a job's pods do not name their workflow.
+    # By their time: the pods of all workflows of a run are listed together, by the run's label.
     begin = 0.0
     for workflow in workflows:
         if workflow["metadata"]["name"] == since:
@@ -349,7 +349,9 @@ def _drain(lines: SimpleQueue[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def get_stage_name(pod: Any) -> str:
-    """Return the name of a pod's stage in the graph, without the number of the attempt."""
+    """Return the name of a pod's stage in the graph, without the number of the attempt: for a pod of
+    Kubernetes what `runs.stages.get_stage_name` is for a node.
+    """
     name = (pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name)
     return str(name).rsplit(".", 1)[-1].split("(")[0]
 

@@ -14,7 +14,7 @@ from tuneloop.cli import run_cli
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import _find_missing_rights
-from tuneloop.cluster.run_workflows import find_workflows
+from tuneloop.cluster.run_workflows import find_executor_phase, find_workflows
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
@@ -27,6 +27,7 @@ def test_workflows_of_one_second_follow_their_numbers() -> None:
         return {"metadata": {"name": name, "creationTimestamp": f"2026-01-01T00:00:{second:02d}Z"}}
 
     found = [made("demo-10", 5), made("demo-2", 5), made("demo", 1), made("demo-11", 5)]
+    found[-1]["status"] = {"phase": "Failed"}
     cluster: Any = SimpleNamespace(list=lambda *_, **__: found, namespace="n", context="c")
     assert [w["metadata"]["name"] for w in find_workflows(cluster, "demo")] == [
         "demo",
@@ -34,6 +35,7 @@ def test_workflows_of_one_second_follow_their_numbers() -> None:
         "demo-10",
         "demo-11",
     ]
+    assert find_executor_phase(cluster, "demo") == "failed", "the last one's"
 
 
 def test_an_attempt_without_the_time_of_its_end_ended_when_the_next_began() -> None:
