@@ -227,7 +227,7 @@ def _describe_run(run: "Run") -> JsonObject:
     batches = run.training_rewards()
     losses = find_held_out(run)
     data = find_prepared_data(run)
-    # In the order in which docs/commands.md has them.
+    # In the order in which docs/commands.md has them: scripts read these keys.
     description: JsonObject = {"run": run.name}
     description |= _describe_progress(run)
     description |= {

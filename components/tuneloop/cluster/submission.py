@@ -1,4 +1,6 @@
-"""What `tuneloop submit` sends to a cluster: a run's workflow, and the Dynamo graph that it uses."""
+"""What `tuneloop submit` sends to a cluster: a run's workflow, and the servers of Dynamo's operator (a
+DynamoGraphDeployment, here graph) that it uses.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,9 +32,9 @@ class Submission:
         run: its name.
         settings: the configuration of its pipeline.
         workflow: as `prepare_workflow` makes it.
-        graph: the Dynamo graph that makes its rollouts, if it brings one.
+        graph: the Dynamo graph whose servers make its rollouts, if one is created for this run.
         origin: the run from which it starts, if it is a fork.
-        limits: what it would break.
+        limits: of the model, the data and the memory, that it would exceed (`find_limits`).
     """
 
     run: str

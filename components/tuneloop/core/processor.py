@@ -8,8 +8,8 @@ of `torch.cpu`. To limit only one of them does not prevent the crash.
 
 Call `check_processor` before computing on a CPU. Where AMX is advertised, a child process tries a
 small product; if a signal ends it, both are limited, one line says so, and the manifest's
-provenance records it under ``processor``. ``TUNELOOP_PROCESSOR_CHECK`` is ``auto``, or answers in
-its place: ``good`` or ``bad``.
+provenance records it under ``processor``. ``TUNELOOP_PROCESSOR_CHECK`` is ``auto``; ``good`` and
+``bad`` are the result without a check.
 """
 
 import contextlib
@@ -180,6 +180,7 @@ def limit_libraries(reason: str) -> None:
     if not lower_limits:
         os.environ[name] = LIMIT
     os.environ[VARIABLE] = "bad"
+    # Private functions of torch by which vLLM and torch's compiler learn whether there is AMX.
     for question in ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_init_amx"):
         setattr(torch.cpu, question, lambda: False)
     LIMITED.update({"amx": "not used", "why": reason, name: os.environ[name]})

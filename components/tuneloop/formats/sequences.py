@@ -10,7 +10,9 @@ T = TypeVar("T")
 
 
 class LazySequence(Sequence[T]):
-    """A sequence of `length` items; `make` makes the item of an index, from 0, when it is read."""
+    """A sequence of `length` items; `make` makes the item of an index, from 0, when it is read. A slice
+    is a list, whose items are made at once.
+    """
 
     def __init__(self, length: int, make: Callable[[int], T]) -> None:
         self._length = length
@@ -20,6 +22,7 @@ class LazySequence(Sequence[T]):
         return self._length
 
     def __getitem__(self, index: Any) -> Any:
+        # A range resolves negative indices and slices, and raises IndexError, as a list does.
         indices = range(self._length)[index]
         if isinstance(indices, int):
             return self._make(indices)

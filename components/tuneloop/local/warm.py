@@ -69,6 +69,8 @@ STAGES = (
     "tuneloop.stages.policy_update",
     "tuneloop.stages.evaluate",
 )
+"""What the stages of a loop import and what takes long to import. A module that is missing here is
+imported by each stage; one that starts a thread must not be here."""
 SERVER = (
     "tuneloop.core.component",
     "tuneloop.inference.follower",

@@ -29,7 +29,7 @@ LAYOUTS: tuple[Layout, ...] = ()
 
 
 def get_text_of(values: Values, column: str) -> str:
-    """Return the text of a column. Raises BadValue: it is no text, or empty."""
+    """Return the text of a required column. Raises BadValue: it is no text, or empty."""
     prompt = read_prompt(values, column)
     if not isinstance(prompt, str):
         raise BadValue(f"column {column!r} must hold text, not messages")
@@ -46,7 +46,7 @@ def get_value(values: Values, path: str) -> Any:
 
 
 def get_optional_text(values: Values, column: str) -> str:
-    """Return the text of a column that may be empty or missing."""
+    """Return the text of a column that may be empty or missing. Raises BadValue: it is no text."""
     value = values.get(column)
     if value is not None and not isinstance(value, str):
         raise BadValue(f"column {column!r} must hold text, not {describe_type(value)}")

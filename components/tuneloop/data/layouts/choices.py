@@ -47,14 +47,18 @@ def read_arc(values: Values) -> Example:
 
 
 def _make_question(question: str, choices: list[str], letter: str) -> Example:
-    """Make an example of a question; `letter` names the right one of its choices."""
+    """Make an example of a question; `letter` names the right one of its choices.
+
+    The reward `choice` reads the choices from the metadata, since completions may state one by its
+    text.
+    """
     prompt = format_choices(question, choices)
     return Example(prompt, letter, metadata={"choices": choices})
 
 
 def _find_letter(answer: object, choices: list[str]) -> str:
-    """Find the letter of the choice that an answer names by its number or letter. Raises
-    BadValue."""
+    """Find the letter of the choice that an answer names by its number, from 0, or its letter. Raises
+    BadValue: it is neither. The text of a choice is not compared."""
     letters = string.ascii_uppercase[: len(choices)]
     # CSV has numbers as text.
     if isinstance(answer, str) and answer.isdigit():

@@ -18,7 +18,8 @@ TOO_DEEP = f"is nested deeper than {DEPTH} levels"
 
 
 def parse_json(text: str) -> Any:
-    """Parse one JSON value. Raises BadValue with the reason why it cannot be used."""
+    """Parse one JSON value. Raises BadValue: the reason why it cannot be used, which is a predicate
+    (``is not JSON``). `data.messages.parse_text` puts the column before it."""
     try:
         value = _DECODER.decode(text)
     except RecursionError as error:
@@ -93,7 +94,7 @@ def _refuse_constant(name: str) -> Any:
 
 def _parse_float(text: str) -> float:
     number = float(text)
-    # `1e999` is JSON, and Python makes infinity of it, which no JSON can be written of.
+    # `1e999` is JSON, and Python makes infinity of it, which cannot be written as JSON again.
     if not math.isfinite(number):
         raise BadValue(f"has the number {shorten_text(text, 40)}, which is too large")
     return number

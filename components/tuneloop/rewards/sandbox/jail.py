@@ -43,7 +43,8 @@ RESTRICT_SELF = 446
 READ_FILE = 4
 READ_DIR = 8
 RIGHTS_BY_VERSION = (13, 14, 15, 15, 16)
-"""How many rights Landlock can forbid, from its first version on."""
+"""How many rights Landlock can forbid in its version 1, 2, 3, …; the last number holds for later
+versions, too."""
 CLONE_THREAD = 0x10000
 CLONE_NEWUSER = 0x10000000
 MAP_STACK = 0x20000
@@ -60,16 +61,20 @@ TASKS = 64
 LEAST_STACK = 4 << 20
 """The minimum bytes of a thread's stack."""
 OTHERS = 1024
-"""How many tasks a user may have more than it has now, where the process cannot have its own."""
+"""How many tasks a user may have more than it has now, where the process cannot have a limit of its
+own (`limit_tasks`)."""
 FIRST_USER = 1 << 30
 """User ids from here on, up to twice as many, belong to nobody."""
 NEWER = 424
-"""System calls from here on have one number on all architectures; C libraries do without them."""
+"""System calls from here on have one number on all architectures, and return ENOSYS: C libraries do
+without them. The check comes first, so that an entry of `calls.json` from here on has no effect."""
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Machine → AUDIT_ARCH of linux/audit.h.
 
 `calls.json` has the numbers of system calls in this order. Nothing ``allowed`` reaches beyond the
-process, but through Landlock; ``quiet`` gets EPERM; arguments decide on ``asked``.
+process, but through Landlock. ``quiet`` calls return EPERM, and do not end the program. Those
+``asked`` have rules of their own, most by their arguments; ptrace and seccomp are there only for
+their numbers.
 """
 WATCHED = (
     "socket.",
