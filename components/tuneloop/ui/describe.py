@@ -1,5 +1,8 @@
 """The data of a run that the pages show, as JSON: its current state, its artifacts, and its
 weights.
+
+Whoever reads it knows its keys by their names alone: `ui/static/*.js`, `ui/report.py`, `cli/watch.py`,
+`cli/live.py` and `kfp/progress.py`.
 """
 
 import math
@@ -28,7 +31,7 @@ from tuneloop.weights import live
 from tuneloop.weights.inspect import list_versions
 
 Ask = Callable[[Run], dict[str, Any]]
-"""Asks another executor than Argo for the state of a run: its ``phase``, ``message`` and
+"""Asks another executor than Argo for a part of `describe_state`: ``phase``, ``message`` and
 ``stages``.
 """
 SPARKLINE_POINTS = 60
@@ -96,8 +99,16 @@ def describe_state(
         "rows": data.describe_rows() if data else "",
         "loop_end": loop_end,
         "evaluation": evaluations[-1].key if evaluations else None,
-        "rewards": rewards[:: max(1, len(rewards) // SPARKLINE_POINTS)],
+        "rewards": thin_out(rewards),
     }
+
+
+def thin_out(rewards: list[float]) -> list[float]:
+    """Return every so many rewards, about `SPARKLINE_POINTS` of them. The last one stays:
+    `cli/watch.py` shows it as the current one.
+    """
+    step = max(1, len(rewards) // SPARKLINE_POINTS)
+    return rewards[(len(rewards) - 1) % step :: step]
 
 
 def describe_run(run: Run) -> dict[str, Any]:
