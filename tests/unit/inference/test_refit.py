@@ -14,6 +14,7 @@ from tuneloop.cli import run_cli
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.inference.fleet import Worker, dns, dynamo, open_fleet, urls
 from tuneloop.inference.fleet.refit import Target, make_target, refit_fleet
+from tuneloop.inference.fleet.service import Service
 
 NEW = Target("7@sha256:0123", "/store/v7/model")
 CHANGED = [
@@ -194,3 +195,21 @@ def test_what_workers_are_told(tmp_path: Path) -> None:
     told = make_target(policy)
     assert told.label == f"7@{policy.manifest.digest}"
     assert Path(told.model) == policy.path / "model"
+
+
+@pytest.mark.parametrize(
+    ("status", "content"), [(503, b'{"message": "no healthy upstream"}'), (200, b"5")]
+)
+def test_an_answer_of_somebody_else_may_be_another_one_later(status: int, content: bytes) -> None:
+    with pytest.raises(ValueError, match=f"answers {status}: "):
+        dynamo.parse_answer(status, content)
+
+
+def test_a_slice_without_ports_needs_one_in_the_url() -> None:
+    endpoints = [{"addresses": ["10.0.0.1"]}]
+    portless = {"addressType": "IPv4", "ports": None, "endpoints": endpoints}
+    with pytest.raises(UserError, match=r"vllm\.ours': has no port; add the one"):
+        list(Service("vllm", "ours", None)._list_workers(portless))
+    (worker,) = Service("vllm", "ours", 8000)._list_workers(portless)
+    assert worker.url == "http://10.0.0.1:8000"
+    assert not list(Service("vllm", "ours", None)._list_workers({**portless, "endpoints": None}))

@@ -9,9 +9,9 @@ Service ``<name>-frontend``, which resolves inside the cluster. With ``DYN_ENABL
 import json
 import os
 
-from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.http import Unanswered, send_request
-from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.errors import Retryable, UserError, shorten_text
+from tuneloop.core.http import Unanswered, is_transient, send_request
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.inference.fleet import ROUTES, Fleet, Worker, parse_service_url
 
 FRONTEND_PORT = 8000
@@ -40,7 +40,7 @@ class Dynamo:
         if "KUBERNETES_SERVICE_HOST" not in os.environ:
             remedy = (
                 "only pods can find a graph by its name; "
-                "give rollout_endpoint_url and the workers' URLs here"
+                "set rollout_endpoint_url, and name the fleet by its workers' URLs (http://…,…)"
             )
             raise UserError("fleet", f"dynamo://{self.name}.{self.namespace}", remedy)
         return f"{self.name}-frontend.{self.namespace}"
@@ -52,12 +52,22 @@ class Dynamo:
     def discover(self) -> list[Worker]:
         url = f"http://{self.host}:{RL_PORT}/v1/rl/workers"
         try:
-            # Only an answer of the frontend has a protocol version, whatever its status.
-            answer = json.loads(send_request("GET", url, timeout_s=30)[1])
+            status, content = send_request("GET", url, timeout_s=30)
+            answer = parse_answer(status, content)
         except (Unanswered, ValueError) as error:
             remedy = "does its frontend run with DYN_ENABLE_RL=true and DYN_RL_PORT=8001?"
             raise Retryable(f"{url}: {error}; {remedy}") from error
         return read_workers(answer)
+
+
+def parse_answer(status: int, content: bytes) -> JsonObject:
+    """Parse an answer of ``/v1/rl/workers``. Raises ValueError: it is not the frontend's."""
+    answer = json.loads(content)
+    # The frontend's has a protocol version, whatever its status. A proxy may answer for it.
+    is_frontend = isinstance(answer, dict) and "protocol_version" in answer
+    if not is_frontend and (is_transient(status) or not isinstance(answer, dict)):
+        raise ValueError(f"answers {status}: {shorten_text(repr(answer))}")
+    return dict(answer)
 
 
 def read_workers(answer: JsonMapping) -> list[Worker]:

@@ -1,6 +1,7 @@
 """A fleet behind a Kubernetes Service: ``service://name.namespace:port``, from its EndpointSlices.
 
-The role tuneloop-user has the permission to list these, but a stage's pod has not, and uses `dns`.
+The role tuneloop-user has the permission to list these. A stage's pod has not, and finds its fleet by
+DNS (`inference/fleet/dns.py`).
 The id of a worker is its pod's uid: a pod that replaces another under the same address is a new
 worker.
 """
@@ -20,7 +21,8 @@ class Service:
 
     Attributes:
         port: of the pods; None: their only one.
-        context: of the kubeconfig; None: its current one, or the cluster that this runs in.
+        context: of the kubeconfig, which `cli/fleet.py` sets; None: its current one, or the cluster
+            that this runs in.
     """
 
     endpoint = None
@@ -49,12 +51,14 @@ class Service:
         """Yield the workers of one EndpointSlice that are ready."""
         # Kubernetes writes null for an empty list.
         ports = sorted({port["port"] for port in endpoint_slice.get("ports") or ()})
-        if self.port is None and len(ports) > 1:
+        endpoints = endpoint_slice.get("endpoints") or ()
+        if self.port is None and endpoints and len(ports) != 1:
             url = f"service://{self.name}.{self.namespace}"
-            remedy = f"has the ports {ports}; add the one of the workers' administration"
+            listed = f"the ports {ports}" if ports else "no port"
+            remedy = f"has {listed}; add the one of the workers' administration"
             raise UserError("fleet", url, remedy)
         is_ipv6 = endpoint_slice["addressType"] == "IPv6"
-        for endpoint in endpoint_slice.get("endpoints") or ():
+        for endpoint in endpoints:
             # An absent condition means ready.
             if endpoint.get("conditions", {}).get("ready") is False:
                 continue
