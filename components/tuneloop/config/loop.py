@@ -31,7 +31,11 @@ UNREACHED = 1e9
 
 
 class LoopConfig(BaseModel, frozen=True, extra="forbid"):
-    """When the loop ends."""
+    """When the loop ends, and how its iterations become pods and workflows.
+
+    A setting that ends the loop is also read by `argo/pipeline.py` (`read_limits`), `argo/run_plan.py`,
+    `kfp/pipeline.py` and `workflow/loop_state.py`.
+    """
 
     iterations: int = Field(60, ge=1, description="maximum number of iterations")
     per_workflow: int = Field(
@@ -121,7 +125,8 @@ class LoopPipelineConfig(PipelineConfig):
         loop causes."""
         rollout = self.rollout
         carried = 0
-        # A group that is carried on was begun by a version before.
+        # With `carry_after`, completions that are not done after so many tokens are sampled on in the
+        # next iteration, so that a group may have been begun some versions before.
         if rollout.carry_after:
             rounds = rollout.max_tokens // rollout.carry_after
             carried = bound_staleness(

@@ -71,8 +71,9 @@ Image = Literal["base", "trainer", "rollout"]
 TORCHRUN = ("python", "-m", "tuneloop.training.torchrun")
 
 UNTRACKED: JsonDict = {"tuneloop": "identity"}
-"""``Field(json_schema_extra=UNTRACKED)``: do not compare a parameter, such as an address, with a
-committed output's."""
+"""``Field(json_schema_extra=UNTRACKED)``: the parameter, such as an address, is not part of an output's
+identity, and is not compared with that of a committed output. The field must have no other
+``json_schema_extra``."""
 
 
 @dataclass(eq=False)
@@ -333,6 +334,8 @@ class Component:
             (stage.tracked, manifest.params),
             (stage.inputs, manifest.inputs),
         ):
+            # A parameter that an earlier release did not have is None here. So a release that adds a
+            # tracked parameter with another default refuses the outputs of earlier ones.
             for name, value in values.items():
                 origins.append((f"--{to_kebab_case(name)}", value, committed.get(name)))
         for field, value, committed_value in origins:

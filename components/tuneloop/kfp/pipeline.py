@@ -6,7 +6,10 @@ loop early, passes no values from one iteration of a ParallelFor to the next, an
 which keeps the state of all tasks in an object of at most 1 MiB. So one task runs the iterations,
 and after `per_workflow` of them another run of KFP continues: its size does not grow with the loop.
 The tasks after the loop have no condition of KFP (a DAG whose last task is skipped stays RUNNING in
-its metadata): until the loop has ended, the policy's handle tells them to do nothing.
+its metadata): until the loop has ended, a mark of the policy's handle (`CONTINUED` of
+`kfp/stage.py`) tells them to do nothing.
+
+The words of a loop (step, wire, carry, check) are those of `workflow/loop.py`.
 """
 
 import inspect
@@ -106,7 +109,8 @@ def build_steps(
     """Return name → the function that creates a stage's task."""
     cluster = config.cluster
     kfp = config.kfp
-    # Parameters that the graph passes to every stage that has them.
+    # Parameters that the graph passes to every stage that has them. Another one has to be added to
+    # `Tasks` and `LoopTasks`, too, and to the iterations' step (`kfp/iterations.py`).
     dynamic = ["seed"]
     shared_constants: JsonObject = {}
     if loop:
@@ -114,7 +118,8 @@ def build_steps(
         _refuse_unsupported_settings(config)
         shared_constants["endpoint"] = config.engine.endpoint_url or None
         dynamic.append("iteration")
-    dynamic += config.published("")
+    # The parameters of publishing weights, if this run publishes.
+    dynamic += list(config.published(""))
     report = define_uncached_step(
         "report",
         "Report on a run, however it ended.",

@@ -8,13 +8,16 @@ length before that over which it falls linearly from 0.
 from tuneloop.core.json_types import JsonObject
 
 RANGE = (-1.0, 0.0)
+"""The lowest and the highest score. A gold answer must earn the highest one."""
 TRUSTED = True
+"""It is called in the stage's own process, without limits of time or memory (`rewards/scoring.py`): it
+must do nothing whose cost a completion decides, such as match a user's regular expression."""
 
 
 def score(completion: str, answer: str, metadata: JsonObject) -> float | None:
     """Return 0.0 up to ``max_length - buffer`` characters, and -1.0 from `max_length` on.
 
-    Without limits it is None.
+    Without limits it is None: it cannot judge.
     """
     limits = metadata.get("length_penalty")
     if limits is None:

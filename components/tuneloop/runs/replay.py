@@ -149,6 +149,8 @@ def _find_replayable(run: Run, entry: Entry) -> Component:
     if component is None:
         remedy = "is not one of tuneloop's own: only these can be replayed"
         raise UserError("stage", stage, remedy)
+    # The notes have the number of processes that trained, also for another backend. The provenance
+    # has that of the stage's own, which is 1 where that backend starts others.
     processes = entry.manifest.notes.get("world_size", 1)
     # Sums over several processes are rounded otherwise.
     if processes != 1:

@@ -49,7 +49,12 @@ def _check_schedule(max_steps: int, info: ValidationInfo) -> int:
 
 
 class PolicyUpdateOptions(TrainerOptions):
-    """Options of a trainer on rollouts."""
+    """Options of a trainer on rollouts.
+
+    Attributes:
+        flags: the options of the base class that this stage has; one that is not named here is no
+            parameter of it.
+    """
 
     flags: ClassVar[tuple[str, ...]] = (
         "learning_rate",

@@ -233,6 +233,7 @@ def train_epochs(
             (stop,) = trainer.ranks.max([float(stage.stopping)])
             if held_out and held_out.is_due(trainer.step, max_steps):
                 metrics |= held_out.measure()
+            # No times among them: metrics.jsonl is part of the digest.
             stage.metric(trainer.step, **metrics)
             loss = metrics["loss"]
             tokens_seen += prepared.tokens
@@ -277,5 +278,5 @@ def _write_resume(stage: Stage, trainer: EpochTrainer, batch: int, path: Path) -
     trainer.save(path / "trainer")
     if stage.leader:
         state = {"step": trainer.step, "world_size": trainer.ranks.world, "batch": batch}
-        (path / "trainer" / "state.json").write_text(dump_canonical_json(state))
+        (path / checkpoint.STATE_FILE).write_text(dump_canonical_json(state))
         (path / "metrics.jsonl").write_bytes((stage.out / "metrics.jsonl").read_bytes())

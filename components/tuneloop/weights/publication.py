@@ -21,7 +21,8 @@ from tuneloop.weights.publish import Published, publish_version
 from tuneloop.weights.versions import Chain
 
 RECORDS = "published"
-"""Below the root, ``published/NNNNNN.json`` records how long publishing took, for people only."""
+"""Below the root, ``published/NNNNNN.json`` records how long publishing took. No weights depend on it;
+`inference/follower.py` and `runs/delivery.py` compute delays and sizes with it."""
 
 RECORD: JsonObject = {
     "at": float,
@@ -31,7 +32,8 @@ RECORD: JsonObject = {
     "density": float | None,
     "encoding": str | None,
 }
-"""Field → type of such a record: ``at`` is its time, the others are those of `Published`."""
+"""Field → type, of the fields that readers require of such a record: ``at`` is its time, the others
+are those of `Published`. A field that is added here refuses the records of all earlier runs."""
 
 Weights = Annotated[
     str | None,

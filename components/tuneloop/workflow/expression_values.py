@@ -1,5 +1,5 @@
 """Operators, conversions and member access of expr-lang (github.com/expr-lang/expr), on Python's
-values.
+values. `expressions.py` parses; it also evaluates Argo's `when` (govaluate) by `apply_operator`.
 """
 
 import ast
@@ -13,7 +13,7 @@ from typing import Any
 
 SMALL = 1e-6
 LARGE = 1e21
-"""The sizes between which Go's encoding/json writes a number without an exponent."""
+"""From `SMALL` up to `LARGE`, Go's encoding/json writes a number without an exponent."""
 
 
 class ExpressionError(ValueError):
@@ -126,7 +126,8 @@ def apply_operator(
     """Apply a binary operator.
 
     Args:
-        operation: its class in Python's grammar; `ast.Is` means ``matches``.
+        operation: its class in Python's grammar, by which `expressions.py` parses. It writes words of
+            expr-lang as words of Python: ``matches`` is parsed as ``is``, so `ast.Is`.
         first, second: the operands.
 
     Raises:

@@ -29,7 +29,10 @@ DAY_S = 86400
 class SessionRequest(BaseModel, frozen=True, extra="forbid"):
     """The request for a session.
 
-    Equal keys of one caller with equal bodies refer to one session.
+    It is also stored, as an annotation of the session's Job (`jobs.py`), and read back with an
+    unknown field refused: fields may be added with a default, and none may be removed while Jobs
+    of an earlier release run. Requests of one caller with the same idempotency key and equal bodies
+    refer to one session.
     """
 
     namespace: str = Field("", pattern=rf"^({LABEL})?$", description="empty: the caller's own")
@@ -65,7 +68,7 @@ class Session:
         creator: the user who created it.
         created: when, in ISO 8601.
         artifacts: the URL that its checkpoints lie below.
-        key: the secret that its worker requires.
+        key: the secret that its worker requires; not the idempotency key of the request.
         address: ``host:port`` of its worker, once it runs.
         reason: why it ended, or does not run yet.
     """
@@ -143,7 +146,8 @@ class Meter(Counter[str]):
         if self.day != today:
             self.day = today
             self.clear()
-        # Without an amount nothing is written, as other threads read.
+        # Without an amount no use is written, as other threads read; but also a read begins a new
+        # day, on which `app.py` relies.
         if amount:
             # A refund may belong to yesterday.
             self[name] = max(0, self[name] + amount)
