@@ -42,6 +42,7 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import ValidationError, create_model
 from pydantic.config import JsonDict
+from pydantic_core import to_jsonable_python
 
 from tuneloop.core import artifacts, errors, program
 from tuneloop.core.artifacts import (
@@ -337,6 +338,9 @@ class Component:
             # A parameter that an earlier release did not have is None here. So a release that adds a
             # tracked parameter with another default refuses the outputs of earlier ones.
             for name, value in values.items():
+                # A release added this parameter, and what it leaves out is as before.
+                if name not in committed and self._is_default(name, value):
+                    continue
                 origins.append((f"--{to_kebab_case(name)}", value, committed.get(name)))
         for field, value, committed_value in origins:
             # Equal text: values of the manifest were read from JSON, which has no tuples.
@@ -348,6 +352,14 @@ class Component:
                 )
                 raise UserError(field, value, remedy)
         stage.log("committed already, nothing to do")
+
+    def _is_default(self, name: str, value: object) -> bool:
+        """Tell whether a parameter, as JSON, has its default."""
+        field = self.Params.model_fields.get(name)
+        if field is None or field.is_required():
+            return False
+        default = to_jsonable_python(field.get_default(call_default_factory=True))
+        return dump_canonical_json(default) == dump_canonical_json(value)
 
     def _run(self, stage: Stage, inputs: Mapping[str, Artifact]) -> Manifest:
         """Call the function and commit its output; only the leader's manifest is whole."""

@@ -187,7 +187,7 @@ def test_a_gateway_and_a_session_do_not_grow(tmp_path: Path) -> None:
             for memory in memories.values():
                 memory.note()
 
-        run_examples(check)
+        run_examples(check, least=3 * Memory.WARM)
         beat = gateway.http.post("/api/v1/session_heartbeat", json={"session_id": session})
         assert beat.status_code == 200 and gateway.process.poll() is None, "they serve as before"
         for name, memory in memories.items():

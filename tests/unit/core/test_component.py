@@ -158,6 +158,19 @@ def test_inputs_are_recorded_and_followed(toy: Path, tmp_path: Path) -> None:
     assert (Artifact(f"{tmp_path}/b").path / "x").read_text() == "x" * 9
 
 
+def test_a_parameter_that_a_release_adds_does_not_refuse_what_is_committed(
+    toy: Path, tmp_path: Path
+) -> None:
+    assert run(toy, "--thing", f"{tmp_path}/a").returncode == 0
+    text = toy.read_text()
+    toy.write_text(text.replace("seed: int = 0", "seed: int = 0, order: tuple[str, ...] = ('a',)"))
+    again = run(toy, "--thing", f"{tmp_path}/a")
+    assert (again.returncode, "committed already" in again.stderr) == (0, True)
+    other = run(toy, "--thing", f"{tmp_path}/a", "--order", '["b"]')
+    assert other.returncode == 2
+    assert other.stderr.startswith("error: --order: ") and "made from None" in other.stderr
+
+
 def test_an_output_made_otherwise_is_refused_by_field(toy: Path, tmp_path: Path) -> None:
     assert run(toy, "--thing", f"{tmp_path}/a").returncode == 0
     other = run(toy, "--thing", f"{tmp_path}/a", "--times", "5")
