@@ -30,8 +30,9 @@ def prepare_workflow(
     namespace: str = NAMESPACE,
     priority: str | None = None,
 ) -> JsonObject:
-    """Prepare `workflow` as `create_workflow` sends it: named and, with its pods, labelled by its
-    run.
+    """Prepare `workflow` as `submit.create_workflow` sends it: named and, with the pods of its
+    templates, labelled by its run. Pods of jobs get their labels in `argo/jobset.py` and
+    `argo/trainjob.py`.
 
     Args:
         workflow: as it is rendered; it is not changed.

@@ -197,7 +197,8 @@ def _choose_separate(
     sources: dict[str, TableSource] = {}
     for part, (addresses, split) in choices.items():
         if addresses:
-            # Files of held-out prompts alone seldom say in their names what they are.
+            # The split is that of a folder or data set at the other address, which mostly has only one:
+            # train, as `datasets` calls a split without a name.
             addresses = _list_addresses(addresses)
             sources[part] = TableSource(f"source_args.{part}", addresses, split or "train")
         elif split:

@@ -5,6 +5,9 @@ run one after another, each with the flags that it would have in a pod of its ow
 same bytes as in its own pod: it seeds every random stream that it draws from, and torch's
 determinism and random state are restored after it. A new pod continues after the last committed
 stage. Exit codes are those of a stage.
+
+`kfp/iterations.py` runs the same loop as a task of KFP. The words of a loop (wire, carry, check) are
+those of `workflow/loop.py`.
 """
 
 import argparse
@@ -103,6 +106,8 @@ class Iterations:
             The exit code and, if it is 0, the last one's number, outputs and mean reward.
         """
         code = 0
+        # A stage then defers its commit to a thread (`BACKGROUND` of `core/threads.py`), beside which
+        # the next stage runs.
         BACKGROUND.is_concurrent = True
         try:
             outputs = self._run_iterations(values)
@@ -296,7 +301,8 @@ def _fresh_state(**environment: str) -> Iterator[None]:
         yield
     finally:
         os.chdir(directory)
-        # It is never cleared: a thread may commit meanwhile (`tuneloop.core.threads`).
+        # The environment is changed back name by name and never empty: the thread of a deferred
+        # commit may read it meanwhile (`BACKGROUND`).
         for name in os.environ.keys() - earlier.keys():
             del os.environ[name]
         os.environ.update(earlier)

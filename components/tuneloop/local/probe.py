@@ -33,8 +33,8 @@ ENDINGS = {
     "g": "gained",
 }
 RANGE = (-math.inf, math.inf)
-"""The range of `play_turn`, a reward: without a least score, a turn that ends its process has
-none."""
+"""The range of `play_turn`, which `rewards/registry.py` reads by this name. A reward that crashes gets
+the lowest score of its range; this range has none, so a crash is no score."""
 
 
 class Attack(NamedTuple):
@@ -221,7 +221,11 @@ def _try_all(
 
 
 def _send_to_tool(attack: Attack, tool: str) -> Attack:
-    """Return an attack as the argument of an environment's tool."""
+    """Return an attack as the argument of an environment's tool.
+
+    The arguments are those of the tools that ship; a tool that calls its argument otherwise is not
+    attacked until it is added here.
+    """
     call = json.dumps({"name": tool, "arguments": {"code": attack.text, "expression": attack.text}})
     return attack._replace(
         name=f"{attack.name}, to the tool",

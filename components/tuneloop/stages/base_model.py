@@ -119,6 +119,8 @@ SaveDtype = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"],
     Field(description="dtype of the saved weights; auto: the model's own"),
 ]
+# `weights`, `publish_weights` and `weight_encoding` are read by `publish_checkpoint`, which runs after
+# the stage's commit.
 PublishWeights = Annotated[
     bool, Field(description="false: replicas have them", json_schema_extra=UNTRACKED)
 ]

@@ -48,6 +48,8 @@ def _list_parameters(settings: JsonMapping) -> JsonObject:
 
 def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
     """Refuse a backend that cannot train with the options before it; a dotted path is not checked.
+    pydantic validates fields in their order: options after `backend`, as those of subclasses, are
+    not seen here.
 
     None: native.
     """

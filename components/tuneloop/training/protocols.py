@@ -1,4 +1,6 @@
-"""What loops and measurements ask of a trainer, so that another class can take its place."""
+"""What loops and measurements ask of a trainer, so that another class can take its place. Ours are
+`training/fsdp/policy.py` and `training/fsdp/trainer.py`.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -59,7 +61,9 @@ class EpochTrainer(ScoringPolicy, Protocol):
         """Write what training changes; called by all ranks."""
 
     def rounded(self, dtype: str) -> AbstractContextManager[None]:
-        """Have the parameters that are written in `dtype` while the block runs; for all ranks."""
+        """While the block runs, replace the parameters by what a checkpoint in `dtype` has of them;
+        called by all ranks.
+        """
 
     def load(self, directory: Path, step: int) -> None:
         """Continue from what `save` wrote after `step`, with any number of ranks."""

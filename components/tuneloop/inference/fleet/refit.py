@@ -20,7 +20,7 @@ from tuneloop.formats.facts import VersionFacts
 from tuneloop.inference.fleet import Fleet, Unreachable, Worker
 
 PASSES = 5
-"""Maximum looks at a fleet; the last has to find no new worker."""
+"""The maximum number of passes; the last one must discover no new worker."""
 
 
 @dataclass(frozen=True)
