@@ -4,7 +4,7 @@ These are options, an importance weight, a KL term, and how tokens are weighed.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -79,7 +79,15 @@ class LossOutput:
 
 
 class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
-    """``Σ weight · (-w · surrogate + β · ratio · KL)``, with options that all algorithms share."""
+    """``Σ weight · (-w · surrogate + β · ratio · KL)``, with options that all algorithms share.
+
+    Attributes:
+        needs_every_completion: a subclass whose auxiliary losses are also of completions without an
+            advantage sets it. Otherwise these, as in a group of equal rewards, do not go through
+            the model at all.
+    """
+
+    needs_every_completion: ClassVar[bool] = False
 
     epsilon: float = Field(0.2, gt=0, description="the ratio is clipped below 1 - epsilon")
     epsilon_high: float | None = Field(

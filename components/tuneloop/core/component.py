@@ -335,10 +335,8 @@ class Component:
             (stage.tracked, manifest.params),
             (stage.inputs, manifest.inputs),
         ):
-            # A parameter that an earlier release did not have is None here. So a release that adds a
-            # tracked parameter with another default refuses the outputs of earlier ones.
             for name, value in values.items():
-                # A release added this parameter, and what it leaves out is as before.
+                # An earlier release did not have this parameter, whose default is what it did then.
                 if name not in committed and self._is_default(name, value):
                     continue
                 origins.append((f"--{to_kebab_case(name)}", value, committed.get(name)))

@@ -76,7 +76,7 @@ def _mark_use(algorithm: PolicyGradient, sample: Sample, *, has_advantage: bool)
     is_valid = sample.score is not None and not is_masked
     # A KL term in the loss has a gradient for every token.
     has_kl_in_loss = bool(algorithm.beta and algorithm.kl_in == "loss")
-    has_gradient = has_advantage or has_kl_in_loss
+    has_gradient = has_advantage or has_kl_in_loss or algorithm.needs_every_completion
     sample.counted = is_valid and (has_gradient or not algorithm.dynamic_sampling)
     sample.used = is_valid and has_gradient and bool(sample.document.target_count)
 

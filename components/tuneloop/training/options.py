@@ -76,8 +76,8 @@ class TrainerOptions(Options):
     """Options of a trainer; a stage's subclass may set defaults, and `flags`: the names of the options
     that it has. Without `flags` it has all.
 
-    On resuming, each is compared with those of committed outputs, unless it is `UNTRACKED`: a new
-    option whose default is not None refuses the outputs of earlier releases.
+    On resuming, each is compared with those of committed outputs, unless it is `UNTRACKED`; one that
+    an earlier release did not have must have its default.
 
     Attributes:
         sequences: the number of sequences in an example.

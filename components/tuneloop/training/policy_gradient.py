@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tuneloop.algorithms._objective import LossOutput, PolicyGradient, Tokens
 from tuneloop.core.component import Stage
+from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint
 from tuneloop.training.samples import Sample
 
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.fsdp.trainer import Trainer
+
+
+RESERVED_METRICS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "used",
+    "mean_reward",
+    "age",
+)
+"""What `Objective.step` records of a step, beside what algorithms name."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +174,9 @@ class Objective:
         )
         metrics = output.metrics | {"entropy": entropy}
         for name, term in output.batch_terms.items():
+            if name in metrics or name in RESERVED_METRICS:
+                remedy = f"names an auxiliary loss {name!r}, which is a metric; use another name"
+                raise UserError("algorithm", type(self.algorithm).__module__, remedy)
             metrics[name] = term.detach().expand(len(entropy))
         return LossOutput(
             per_token=output.per_token * weights.repeat_interleave(counts),

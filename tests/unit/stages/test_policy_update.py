@@ -496,6 +496,49 @@ class Regularized(dapo.Algorithm):
         return LossOutput(output.per_token, output.metrics, terms)
 
 
+class RegularizedAll(Regularized):
+    needs_every_completion = True
+
+
+def test_an_auxiliary_loss_reaches_completions_without_an_advantage_if_it_says_so(
+    policy, tmp_path, monkeypatch
+):
+    classes = SimpleNamespace(Regularized=Regularized, RegularizedAll=RegularizedAll)
+    monkeypatch.setitem(sys.modules, "regularized", classes)
+    samples = rollout_rows(policy, 3, 4)
+    for position, sample in enumerate(samples):
+        # The first group has equal rewards.
+        sample["score"] = float(position % 2) if position >= 4 else 1.0
+    rewards = rewards_artifact(tmp_path / "rewards", policy, samples)
+    surprises = []
+    for name in ("Regularized", "RegularizedAll"):
+        out = run(tmp_path / name, policy, rewards, algorithm=f"regularized:{name}")
+        (row,) = rows(out)
+        surprises.append(row["surprise"])
+    logprobs = [value for sample in samples for value in sample["logprobs"]]
+    assert surprises[1] == pytest.approx(-0.1 * sum(logprobs) / len(logprobs), rel=1e-3)
+    assert surprises[0] != pytest.approx(surprises[1], rel=1e-3)
+
+
+class MisnamedTerm(dapo.Algorithm):
+    """An auxiliary loss under the name of a metric."""
+
+    def loss(self, tokens: Tokens) -> LossOutput:
+        output = super().loss(tokens)
+        return LossOutput(output.per_token, output.metrics, {"entropy": tokens.logprobs.mean()})
+
+
+def test_an_auxiliary_loss_is_not_named_as_a_metric(policy, tmp_path, monkeypatch):
+    classes = SimpleNamespace(MisnamedTerm=MisnamedTerm)
+    monkeypatch.setitem(sys.modules, "misnamed", classes)
+    samples = rollout_rows(policy, 2, 2)
+    for position, sample in enumerate(samples):
+        sample["score"] = float(position % 2)
+    rewards = rewards_artifact(tmp_path / "rewards", policy, samples)
+    with pytest.raises(UserError, match="'entropy', which is a metric; use another name"):
+        run(tmp_path / "out", policy, rewards, algorithm="misnamed:MisnamedTerm")
+
+
 def test_an_auxiliary_loss_is_the_same_however_the_batch_is_cut(policy, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "regularized", SimpleNamespace(Regularized=Regularized))
     samples = rollout_rows(policy, 3, 4)
