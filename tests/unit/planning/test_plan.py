@@ -192,7 +192,7 @@ def test_gradient_checkpointing_is_counted() -> None:
     layer = 640
     for checkpointing, kept in ((False, 10 * layer), (True, 10 * 4 * 8 + layer)):
         stage = planned("sft", gradient_checkpointing=checkpointing, **batch)
-        assert memory_estimate.estimate_memory_parts(stage, model, None)[1][1] == 4 * 32 * kept
+        assert memory_estimate.estimate_memory_parts(stage, model, None)[1].size == 4 * 32 * kept
 
 
 def test_the_overlapped_loop_samples_as_many_batches_as_it_trains_on() -> None:
