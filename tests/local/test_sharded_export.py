@@ -15,6 +15,7 @@ from tests.making import tiny_model
 from tests.waiting import LIMIT_S
 from tests.warm import python
 from tuneloop.core.artifacts import hash_files
+from tuneloop.formats.token_files import Document
 from tuneloop.training.fsdp.policy import fill_rounded, open_model
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.trainer import Trainer
@@ -64,6 +65,23 @@ def cut_into_files(directory: Path) -> None:
     whole.save_pretrained(directory, max_shard_size="20KB")
 
 
+def check_measurements(trainer: Trainer) -> None:
+    """A measurement with rounded parameters, in any order, changes nothing of what follows."""
+    documents = [Document([5, 6, 7, 8], [0, 0, 1, 1]), Document([9, 10, 11], [0, 1, 1])]
+
+    def measure(dtype: str) -> list[float]:
+        with trainer.frozen(), trainer.rounded(dtype):
+            return trainer.logprobs(documents)[0].tolist()
+
+    before = measure("float32")
+    rounded = measure("bfloat16")
+    assert rounded != before
+    # The pass that a training step makes, straight after the measurement.
+    assert trainer.logprobs(documents)[0].tolist() == before
+    assert measure("bfloat16") == rounded
+    assert measure("float32") == before
+
+
 def export(how: str, work: Path, ranks: Ranks) -> None:
     """What a rank does: one export each way."""
     source, target = work / "source", work / "ours"
@@ -79,6 +97,7 @@ def export(how: str, work: Path, ranks: Ranks) -> None:
         DTensor.full_tensor = None  # type: ignore[method-assign, assignment]
     elif ranks.rank:
         target = work / "elsewhere"
+    check_measurements(trainer)
     written = trainer.export(source, target, "bfloat16")
     DTensor.full_tensor = gather  # type: ignore[method-assign]
     whole = trainer.whole_state()

@@ -50,7 +50,7 @@ class LoadedModel:
 
     def __init__(self, directory: Path, options: ChatOptions, *, is_plain: bool = False) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
@@ -65,7 +65,14 @@ class LoadedModel:
             dtype = "float32"
         self.options = options
         self.tokenizer = load_tokenizer(directory)
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        except (ImportError, OSError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError("model", str(directory), f"cannot be loaded ({reason})") from error
+        # Of a model's own settings, as a repetition penalty, none is to apply: engines sample
+        # without them, and a policy is not trained under them.
+        model.generation_config = GenerationConfig()
         self.model = model.to(options.device).eval()
         self.stop_ids = stop_ids(self.tokenizer, directory)
         self.is_chat = bool(self.tokenizer.chat_template) and not is_plain
@@ -98,8 +105,6 @@ class LoadedModel:
         torch.manual_seed(self.options.seed)
         sampling: dict[str, Any] = {"do_sample": False}
         if self.options.temperature:
-            # Of a model's own generation settings no other filter is to apply: the policy was not
-            # trained under them.
             sampling = {
                 "do_sample": True,
                 "temperature": self.options.temperature,

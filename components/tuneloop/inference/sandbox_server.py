@@ -34,7 +34,7 @@ from tuneloop.core.server_token import VARIABLE, read_tokens
 from tuneloop.inference.guard import TokenGuard
 from tuneloop.inference.refusals import Refused, create_app
 from tuneloop.inference.server import UVICORN, bind_address, serve_until_signalled
-from tuneloop.rewards.sandbox import Limits, check_kernel, run_program
+from tuneloop.rewards.sandbox import LEAST_MEMORY, Limits, check_kernel, run_program
 
 Isolation = Literal["process", "gvisor"]
 MAX_BYTES = 2**24
@@ -60,7 +60,7 @@ class Program(BaseModel, extra="forbid"):
     stdin: str = ""
     call: str | None = None
     seconds: float = Field(gt=0, le=600)
-    memory: int = Field(gt=0, le=2**36)
+    memory: int = Field(ge=LEAST_MEMORY, le=2**36, strict=True)
     output: int = Field(gt=0, le=2**24)
     isolation: Isolation = "process"
 

@@ -27,7 +27,13 @@ from tuneloop.rewards.outcomes import Escape, Unverifiable
 from tuneloop.rewards.programs.checks import run_check
 from tuneloop.rewards.programs.completions import complete_program
 from tuneloop.rewards.programs.tests import Tests, read_tests
-from tuneloop.rewards.sandbox import Ending, Limits, check_sandbox, run_in_sandbox
+from tuneloop.rewards.sandbox import (
+    LEAST_MEMORY,
+    Ending,
+    Limits,
+    check_sandbox,
+    run_in_sandbox,
+)
 
 LIMITS = {"seconds": 4.0, "memory_mb": 256, "output_kb": 64}
 """The limits of a row that states none."""
@@ -90,7 +96,7 @@ def read_limits(metadata: JsonMapping) -> Limits:
     """Read the limits of a program.
 
     Raises:
-        Unverifiable: one is unknown, or no positive number.
+        Unverifiable: one is unknown, or no positive number, or Python does not start in the memory.
     """
     settings = LIMITS | metadata.get("code", {})
     for name, value in settings.items():
@@ -98,6 +104,10 @@ def read_limits(metadata: JsonMapping) -> Limits:
             raise Unverifiable(f"metadata['code'] has {name!r}; its limits are {', '.join(LIMITS)}")
         if not isinstance(value, int | float) or value <= 0:
             raise Unverifiable(f"metadata['code'][{name!r}] is {value!r}, not a positive number")
+    if settings["memory_mb"] * 2**20 < LEAST_MEMORY:
+        least = LEAST_MEMORY >> 20
+        value = settings["memory_mb"]
+        raise Unverifiable(f"metadata['code']['memory_mb'] is {value!r}; Python needs {least}")
     return Limits(
         seconds=settings["seconds"],
         memory=int(settings["memory_mb"] * 2**20),

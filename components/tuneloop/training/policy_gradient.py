@@ -34,8 +34,10 @@ RESERVED_METRICS = (
     "used",
     "mean_reward",
     "age",
+    "logprob_gap_max",
+    "importance_ess",
 )
-"""What `Objective.step` records of a step, beside what algorithms name."""
+"""What `Objective.step` and `Tally` record of a step, beside what algorithms name."""
 
 
 @dataclass(frozen=True)

@@ -358,6 +358,14 @@ def test_a_body_that_is_long_by_more_than_its_texts_is_not_parsed(server: Simple
     assert long.json()["ending"]["stdout"] == f"{2**22}\n", long.text
 
 
+@pytest.mark.parametrize("memory", [True, 1, 8 << 20])
+def test_memory_in_which_python_does_not_start_is_refused_by_its_name(
+    server: SimpleNamespace, memory: object
+) -> None:
+    answer = server.http.post("/run", json={**BODY, "memory": memory})
+    assert answer.status_code == 400 and answer.json()["error"].startswith("memory: "), answer.text
+
+
 def test_input_that_is_no_text_is_refused_by_its_name(server: SimpleNamespace) -> None:
     answer = server.http.post("/run", content=json.dumps({**BODY, "stdin": "a\ud800"}))
     assert answer.status_code == 400 and answer.json()["error"].startswith("stdin: "), answer.text

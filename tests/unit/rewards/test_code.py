@@ -284,5 +284,11 @@ def test_a_budget_shorter_than_a_start_is_a_timeout_and_wrong_limits_are_not_jud
     pair, test = "def pair(): return 1, 1", {"call": "pair()", "returns": [1, 1]}
     assert judge(pair, test).score == 1.0, "JSON has no tuples"
     assert judge(pair, test, seconds=0.001).breakdown["code.timeout"] == 1.0
-    for limits in ({"second": 1}, {"seconds": "4"}, {"seconds": 0}, {"memory_mb": -1}):
+    for limits in (
+        {"second": 1},
+        {"seconds": "4"},
+        {"seconds": 0},
+        {"memory_mb": -1},
+        {"memory_mb": 8},
+    ):
         assert judge(pair, test, **limits).outcome == "unverifiable"

@@ -51,6 +51,8 @@ SYSTEM_PATHS = (
 """What a program may read besides its own library."""
 NOTES = 1 << 16
 """The maximum size of a call's result, in bytes."""
+LEAST_MEMORY = 1 << 26
+"""Bytes without which the interpreter that a program runs in may not start; some 16 MiB are its own."""
 HINDERED = 10
 """How many times its seconds a program may take by the clock, while it waits for a processor."""
 READ_BYTES = 1 << 16

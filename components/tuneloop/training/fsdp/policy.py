@@ -5,6 +5,7 @@ one.
 import contextlib
 import functools
 import importlib.util
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -402,14 +404,27 @@ class Policy:
         With LoRA, the merged layers take the place of the frozen ones, and the adapters are zero.
         What is replaced is kept in the host's memory meanwhile. Called by all ranks.
         """
+        if dtype == "float32":
+            yield
+            return
         copies: list[tuple[Tensor, Tensor]] = []
-        if dtype != "float32":
-            self._round_parameters(getattr(torch, dtype), copies)
         try:
+            self._free_gathered()
+            self._round_parameters(getattr(torch, dtype), copies)
             yield
         finally:
+            # Else the next step would compute with what was gathered of the rounded parameters.
+            self._free_gathered()
             for target, value in copies:
                 target.copy_(value)
+
+    def _free_gathered(self) -> None:
+        """Free the gathered parameters of sharded modules: FSDP2 keeps those of the outermost one
+        after a forward pass.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @torch.no_grad()
     def _round_parameters(self, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> None:
@@ -421,7 +436,8 @@ class Policy:
             if merged_name not in name_by_merged:
                 continue
             rows, first_row = get_local_rows(value.detach(), self.ranks)
-            row_size = value[:1].numel() if value.ndim else 1
+            # A slice of a sharded tensor would gather it.
+            row_size = math.prod(value.shape[1:])
             target = get_local(parameters[name_by_merged[merged_name]])
             copies.append((target, target.to("cpu", copy=True)))
             target.copy_(round_tensor(rows, dtype, merged_name, first_row * row_size))
