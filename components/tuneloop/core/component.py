@@ -75,6 +75,14 @@ UNTRACKED: JsonDict = {"tuneloop": "identity"}
 """``Field(json_schema_extra=UNTRACKED)``: the parameter, such as an address, is not part of an output's
 identity, and is not compared with that of a committed output. The field must have no other
 ``json_schema_extra``."""
+REPLAY_PARAMS = "replay_params"
+"""The note with those untracked parameters from which facts of the output follow, by name: to
+replay the stage takes them, too."""
+
+
+def note_replay_params(stage: Stage, *names: str) -> None:
+    """Note untracked parameters, from which facts of the output follow."""
+    stage.notes[REPLAY_PARAMS] = stage.params.model_dump(mode="json", include=set(names))
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.artifacts import STATED, Artifact, Manifest, split_ref
-from tuneloop.core.component import Component, find_component
+from tuneloop.core.component import REPLAY_PARAMS, Component, find_component
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.run_record import Run
@@ -170,7 +170,8 @@ def _collect_arguments(
     """Return the parameters and inputs of a stage, as a manifest of its artifact names them."""
     fields = component.Params.model_fields.keys()
     # An artifact of an earlier release may state parameters that the stage no longer has.
-    arguments = {name: value for name, value in manifest.params.items() if name in fields}
+    parameters = manifest.params | manifest.notes.get(REPLAY_PARAMS, {})
+    arguments = {name: value for name, value in parameters.items() if name in fields}
     if "state_every" in fields:
         # No training continues from the result: its trainer's state is not written.
         arguments["state_every"] = manifest.params["iteration"] + 1

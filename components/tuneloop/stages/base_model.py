@@ -12,7 +12,14 @@ import pyarrow.parquet as pq
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.component import UNTRACKED, OptionalInput, Results, Stage, component
+from tuneloop.core.component import (
+    UNTRACKED,
+    OptionalInput,
+    Results,
+    Stage,
+    component,
+    note_replay_params,
+)
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.canary import FILE, LENGTH, encode_text, make_canary
@@ -208,8 +215,7 @@ def base_model(
         set_turn_end(stage, policy, tokenizer)
     if completion_tokens and prompts is not None:
         context = get_context(policy.config, engine_context)
-        with stage.timed("check"):
-            check_prompts(stage, tokenizer, prompts, completion_tokens, context)
+        _check_room(stage, tokenizer, prompts, completion_tokens, context)
     dtype = str(policy.dtype).removeprefix("torch.") if save_dtype == "auto" else save_dtype
     with stage.timed("save"):
         write_model(stage, policy, tokenizer, pretrained, dtype)
@@ -231,6 +237,20 @@ def base_model(
     )
     stage.log(f"{model}: {parameters:,} parameters, vocabulary {vocabulary}")
     return {"parameters": parameters}
+
+
+def _check_room(
+    stage: Stage,
+    tokenizer: Any,
+    prompts: Artifact,
+    completion_tokens: dict[str, int],
+    context: int,
+) -> None:
+    """Check that prompts leave room for completions. Raises as `check_prompts`."""
+    # `facts.prompts` follows from these.
+    note_replay_params(stage, "completion_tokens", "engine_context")
+    with stage.timed("check"):
+        check_prompts(stage, tokenizer, prompts, completion_tokens, context)
 
 
 def write_model(
