@@ -40,7 +40,7 @@ def show_status(
     from tuneloop.cli.show import show_stages
     from tuneloop.runs.cautions import describe_caution
     from tuneloop.runs.completeness import describe_missing, list_missing
-    from tuneloop.runs.prepared_data import find_prepared_data
+    from tuneloop.runs.prepared_data import describe_data
     from tuneloop.runs.stages import list_stages
     from tuneloop.runs.summary import (
         describe_iterations,
@@ -58,11 +58,9 @@ def show_status(
         return
     pipeline = run.record.pipeline if run.record else "pipeline unknown"
     typer.echo(f"{name}  {pipeline}  {run.phase}{_suggest_resume(run, store)}")
-    data = find_prepared_data(run)
-    facts = {
-        "store": run.url,
-        "data": "; ".join(data.recognised) if data else "",
-        "rows": data.describe_rows() if data else "",
+    facts = {"store": run.url}
+    facts |= describe_data(run)
+    facts |= {
         "iterations": describe_iterations(run),
         "mean reward": describe_reward(run),
         "held-out loss": str(find_held_out(run) or ""),

@@ -13,9 +13,9 @@ from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, NAMED, UserError, find_disk_error
 from tuneloop.core.store import normalize_url
 from tuneloop.local.journal import BROKEN, Node
-from tuneloop.runs.checkpoint_sizes import measure_checkpoints
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.stages import StageStatus, cut_error, get_stage_name
+from tuneloop.runs.stored_checkpoints import measure_checkpoints
 from tuneloop.runs.summary import format_duration, format_size
 
 if TYPE_CHECKING:

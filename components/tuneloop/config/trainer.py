@@ -11,7 +11,7 @@ from pydantic import Field, create_model
 
 from tuneloop.config.followed import SECTION_SUFFIX
 from tuneloop.core.component import Params
-from tuneloop.training.options import TrainerOptions
+from tuneloop.training.options import ADAM_BETA2_TEXT, TrainerOptions
 
 TRAINER_SETTINGS = (
     "dtype",
@@ -44,7 +44,7 @@ ADAM_BETA2 = Field(
     None,
     ge=0,
     lt=1,
-    description="AdamW's decay of the mean of squared gradients; none: 0.95 for sft, 0.99 else",
+    description=f"{ADAM_BETA2_TEXT}; none: 0.95 for sft, 0.99 else",
 )
 
 

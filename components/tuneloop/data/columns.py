@@ -215,10 +215,9 @@ def read_prompt(values: JsonMapping, path: str) -> Prompt:
     """Return the prompt at a path: text, or messages of one form. Raises BadValue: it is neither,
     or empty."""
     value = get_path(values, path)
-    if is_messages(value) or (isinstance(value, str) and _is_messages_text(value)):
-        return parse_messages(value, path)
-    # A list is meant as messages: `parse_messages` refuses it, and names the item that is not one.
-    if isinstance(value, list) and value:
+    # Any list is meant as messages: `parse_messages` names the item that is not one.
+    has_items = isinstance(value, list) and len(value) > 0
+    if has_items or (isinstance(value, str) and _is_messages_text(value)):
         return parse_messages(value, path)
     return _require_text(value, path)
 

@@ -75,11 +75,13 @@ def parse_messages(value: Any, column: str = "messages") -> list[Message]:
 def parse_turns(value: Any, column: str) -> list[Message]:
     """Make OpenAI's messages of turns that may stand anywhere in a chat; else as `parse_messages`.
     Raises BadValue."""
-    kind = describe_type(value)
-    if isinstance(value, str) and value.lstrip().startswith(JSON_BEGINNINGS):
+    is_json_text = isinstance(value, str) and value.lstrip().startswith(JSON_BEGINNINGS)
+    if is_json_text:
         value = parse_text(value, f"column {column!r}")
-        kind = f"text with {describe_type(value)}"
     if not isinstance(value, list) or not value:
+        kind = describe_type(value)
+        if is_json_text:
+            kind = f"text with {kind}"
         remedy = "must hold a list of messages, each with role and content"
         raise BadValue(f"column {column!r} {remedy}, not {kind}")
     check_depth(value)

@@ -8,6 +8,18 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", 
 """Kinds of layers that transformers keeps from looking into another document of a packed row."""
 
 
+UNBOUNDED = 1 << 30
+"""The context of a model whose configuration names none, in tokens."""
+
+
+def get_context(config: Any) -> int:
+    """Get the context of a model, in tokens, from its configuration of transformers; `UNBOUNDED` if
+    it names none.
+    """
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(context or UNBOUNDED)
+
+
 def find_model_class(directory: Path) -> Any:
     """Find transformers' class of a causal language model; None for one that it does not have."""
     from transformers import AutoConfig

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.formats.architectures import get_context
 from tuneloop.formats.chat_forms import Message
 from tuneloop.formats.tokens import decode_ids, encode_prompt, load_tokenizer, stop_ids
 
@@ -76,8 +77,7 @@ class LoadedModel:
         self.model = model.to(options.device).eval()
         self.stop_ids = stop_ids(self.tokenizer, directory)
         self.is_chat = bool(self.tokenizer.chat_template) and not is_plain
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        self.context: int | None = limit
+        self.context = get_context(self.model.config)
 
     def describe(self) -> str:
         """Describe how prompts become text, and what ends an answer."""
@@ -125,8 +125,6 @@ class LoadedModel:
 
     def _find_room(self, prompt_tokens: int) -> int:
         """Return how many tokens an answer may have after a prompt. Raises UserError: none."""
-        if self.context is None:
-            return self.options.max_tokens
         room = self.context - prompt_tokens
         if room < 1:
             remedy = f"fills the context of {self.context} tokens; shorten it, or begin a new chat"

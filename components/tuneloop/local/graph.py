@@ -149,7 +149,8 @@ class Graph:
         self.execution.start(self.node)
         try:
             results = self._run_tasks()
-            awaited = set[str]().union(*self.waits.values())
+            awaited: set[str] = set()
+            awaited.update(*self.waits.values())
             for name in self.tasks:
                 # As in Argo, the leaves decide how the graph has ended.
                 if name in awaited:

@@ -22,9 +22,10 @@ def find_long_warmup(parameters: JsonMapping, section: str) -> Iterator[UserErro
     if not isinstance(warmup_steps, int) or not isinstance(max_steps, int):
         return
     # The steps of an epoch follow from the data, and the warm-up from the steps.
-    if parameters.get("epochs") is not None or warmup_steps < max_steps:
+    if parameters.get("epochs") is not None:
         return
-    if not max_steps or not warmup_steps:
+    # In the section `update` a `max_steps` of 0 is none: the loop decides how many there are.
+    if max_steps == 0 or warmup_steps == 0 or warmup_steps < max_steps:
         return
     tenth = max_steps // 10
     choice = f"{section}.warmup_steps={tenth}" + (" (a tenth)" if tenth else "")

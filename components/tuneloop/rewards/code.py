@@ -104,13 +104,14 @@ def read_limits(metadata: JsonMapping) -> Limits:
             raise Unverifiable(f"metadata['code'] has {name!r}; its limits are {', '.join(LIMITS)}")
         if not isinstance(value, int | float) or value <= 0:
             raise Unverifiable(f"metadata['code'][{name!r}] is {value!r}, not a positive number")
-    if settings["memory_mb"] * 2**20 < LEAST_MEMORY:
+    memory = int(settings["memory_mb"] * 2**20)
+    if memory < LEAST_MEMORY:
         least = LEAST_MEMORY >> 20
         value = settings["memory_mb"]
         raise Unverifiable(f"metadata['code']['memory_mb'] is {value!r}; Python needs {least}")
     return Limits(
         seconds=settings["seconds"],
-        memory=int(settings["memory_mb"] * 2**20),
+        memory=memory,
         output=int(settings["output_kb"] * 2**10),
     )
 

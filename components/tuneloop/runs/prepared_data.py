@@ -32,6 +32,12 @@ def read_prepared_data(entry: Entry) -> PreparedData | None:
     return PreparedData.read(entry.manifest) if entry.manifest.stage == STAGE else None
 
 
+def describe_data(run: Run) -> dict[str, str]:
+    """Describe a run's data: ``data``, its layouts, and ``rows``, how many; empty where not known."""
+    data = find_prepared_data(run) or PreparedData()
+    return {"data": "; ".join(data.recognised), "rows": data.describe_rows()}
+
+
 def find_prepared_data(run: Run) -> PreparedData | None:
     """Find the newest data of a run; None if `data_prep` has prepared none."""
     for entry in reversed(run.entries):

@@ -22,6 +22,7 @@ from tuneloop.core.component import (
 )
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
+from tuneloop.formats.architectures import UNBOUNDED, get_context
 from tuneloop.formats.canary import FILE, LENGTH, encode_text, make_canary
 from tuneloop.formats.model_files import (
     DEFAULT_SHARD_BYTES,
@@ -49,8 +50,6 @@ TINY_SHAPE: JsonObject = {
     "head_dim": 32,
     "tie_word_embeddings": True,
 }
-UNBOUNDED = 1 << 30
-"""The context of a model whose configuration names none, in tokens."""
 PAD = "<|endoftext|>"
 EOS = "<|im_end|>"
 START = "<|im_start|>"
@@ -214,7 +213,7 @@ def base_model(
         set_date(stage, tokenizer, template_date)
         set_turn_end(stage, policy, tokenizer)
     if completion_tokens and prompts is not None:
-        context = get_context(policy.config, engine_context)
+        context = min(get_context(policy.config), engine_context or UNBOUNDED)
         _check_room(stage, tokenizer, prompts, completion_tokens, context)
     dtype = str(policy.dtype).removeprefix("torch.") if save_dtype == "auto" else save_dtype
     with stage.timed("save"):
@@ -340,12 +339,6 @@ def count_served_ids(policy: Any, tokenizer: Any) -> int:
     """Count the token ids that both the model and its tokenizer have."""
     # Rows of the embeddings that only pad them to a round number are never served.
     return min(len(tokenizer), policy.config.get_text_config().vocab_size)
-
-
-def get_context(config: Any, limit: int | None = None) -> int:
-    """Get the context of a model, in tokens; a very large number if its configuration has none."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(int(context or UNBOUNDED), limit or UNBOUNDED)
 
 
 def set_turn_end(stage: Stage, policy: Any, tokenizer: Any) -> None:

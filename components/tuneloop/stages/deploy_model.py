@@ -246,11 +246,9 @@ def wait_until_right(stage: Stage, find_problem: Callable[[], str], seconds: flo
     `seconds`.
     """
     deadline = time.monotonic() + seconds
-    problem = find_problem()
-    while problem and time.monotonic() < deadline:
+    while (problem := find_problem()) and time.monotonic() < deadline:
         stage.check_stop()
         time.sleep(1.0)
-        problem = find_problem()
     return f"{problem} after {seconds:g} s" if problem else ""
 
 

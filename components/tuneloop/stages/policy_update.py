@@ -24,7 +24,7 @@ from tuneloop.training.checkpoint import Resident
 from tuneloop.training.lora import disable_adapters
 from tuneloop.training.mini_batches import keep_groups, set_advantages, split_mini_batches
 from tuneloop.training.old_checkpoints import delete_old_checkpoints
-from tuneloop.training.options import LEARNING_RATE, TrainerOptions
+from tuneloop.training.options import LEARNING_RATE_TEXT, TrainerOptions
 from tuneloop.training.policy_gradient import Objective
 from tuneloop.training.samples import Sample, check_ids, check_sampling, read_samples
 from tuneloop.training.state_sources import (
@@ -84,7 +84,7 @@ class PolicyUpdateOptions(TrainerOptions):
         "expected_world_size",
     )
 
-    learning_rate: float = Field(5e-4, gt=0, description=LEARNING_RATE)
+    learning_rate: float = Field(5e-4, gt=0, description=LEARNING_RATE_TEXT)
     warmup_steps: int = Field(5, ge=0, description="counted over all iterations")
     max_steps: Annotated[int, AfterValidator(_check_schedule)] = Field(
         0,

@@ -14,7 +14,7 @@ from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.formats.facts import LogprobFacts
 from tuneloop.training import checkpoint, epochs
-from tuneloop.training.delegation import WARMUP, BackendOptions, train_by_backend
+from tuneloop.training.delegation import WARMUP_TEXT, BackendOptions, train_by_backend
 from tuneloop.training.options import PairOptions
 from tuneloop.training.pairs import (
     Mismatched,
@@ -43,7 +43,7 @@ METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rew
 class PreferenceOptions(PairOptions, BackendOptions):
     """Options of a trainer on pairs."""
 
-    warmup_steps: int = Field(10, ge=0, description=WARMUP)
+    warmup_steps: int = Field(10, ge=0, description=WARMUP_TEXT)
 
 
 @checkpoint.checkpoint_stage(loss=float, accuracy=float, version=int)
@@ -111,7 +111,7 @@ def preference(
     stage.facts.update(accuracy_before=before, reference=reference_digest)
     stage.log(f"accuracy {before:.3f} → {after:.3f} on {len(held_out)} pairs")
     checkpoint.release_device(stage, trainer)
-    version = checkpoint.write_checkpoint(stage, trainer, policy, options.save_dtype)
+    version = checkpoint.write_checkpoint(stage, trainer, policy, dtype)
     return {"loss": loss, "accuracy": after, "version": version}
 
 

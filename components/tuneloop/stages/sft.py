@@ -12,14 +12,14 @@ from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.corpora import read_corpus, report_split_conversations
 from tuneloop.training.delegation import (
-    WARMUP,
+    WARMUP_TEXT,
     BackendOptions,
     check_conversation_choices,
     train_by_backend,
 )
 from tuneloop.training.held_out import open_held_out_loss
 from tuneloop.training.lengths import fit_corpus
-from tuneloop.training.options import ADAM_BETA2, LEARNING_RATE
+from tuneloop.training.options import ADAM_BETA2_TEXT, LEARNING_RATE_TEXT
 from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class SftOptions(BackendOptions):
     gradient_accumulation_steps: int = Field(
         1, ge=1, description="a step has batch x this x processes demonstrations"
     )
-    learning_rate: float = Field(1e-3, gt=0, description=LEARNING_RATE)
-    warmup_steps: int = Field(20, ge=0, description=WARMUP)
-    adam_beta2: float = Field(0.95, ge=0, lt=1, description=ADAM_BETA2)
+    learning_rate: float = Field(1e-3, gt=0, description=LEARNING_RATE_TEXT)
+    warmup_steps: int = Field(20, ge=0, description=WARMUP_TEXT)
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description=ADAM_BETA2_TEXT)
 
 
 @checkpoint.checkpoint_stage(loss=float, version=int)

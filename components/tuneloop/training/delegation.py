@@ -62,7 +62,7 @@ def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
     return name
 
 
-WARMUP = "optimizer steps in which the learning rate rises; with epochs a tenth of all at most"
+WARMUP_TEXT = "optimizer steps in which the learning rate rises; with epochs a tenth of all at most"
 """What the setting `warmup_steps` is, of stages that train in epochs."""
 WARMUP_PARTS = 10
 """Of so many equal parts of a run in epochs, the warm-up takes at most one."""

@@ -24,10 +24,10 @@ from tuneloop.core.errors import UserError, report_errors
 from tuneloop.core.json_types import JsonObject
 
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
-TEXTS = ("prompt", "completion", "chosen", "rejected")
+ANSWERS = ("completion", "chosen", "rejected")
+"""Columns with a message of the assistant."""
+TEXTS = ("prompt", *ANSWERS)
 """Columns that become lists of messages in a chat."""
-ANSWERS = TEXTS[1:]
-"""Of these, the columns with a message of the assistant."""
 
 
 def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:

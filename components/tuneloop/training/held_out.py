@@ -118,4 +118,11 @@ def open_held_out_loss(
     interval = eval_steps or math.ceil(options.max_steps / MEASUREMENTS)
     dtype = choose_saved_dtype(policy, options.save_dtype)
     limit = options.per_device_train_batch_size
-    return HeldOutLoss(stage, trainer, documents, dtype, limit, interval)
+    return HeldOutLoss(
+        stage,
+        trainer,
+        documents,
+        dtype=dtype,
+        limit=limit,
+        interval=interval,
+    )

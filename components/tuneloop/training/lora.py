@@ -105,6 +105,11 @@ def list_linears(model: Any) -> list[str]:
     return sorted(leaves)
 
 
+def get_merged_name(name: str) -> str:
+    """Return the name that a parameter has in the model without adapters."""
+    return name.replace(BASE, ".")
+
+
 def merge_adapters(model: Any) -> "Iterator[tuple[str, Tensor]]":
     """Yield the state of `model` with its adapters merged, whole or sharded, in the dtype of the
     sum.
@@ -121,7 +126,7 @@ def merge_adapters(model: Any) -> "Iterator[tuple[str, Tensor]]":
             with torch.no_grad():
                 value = value.float() + layers[owner].get_delta_weight("default")
         if ADAPTER not in name:
-            yield name.replace(BASE, "."), value
+            yield get_merged_name(name), value
 
 
 @contextmanager

@@ -15,8 +15,8 @@ Dtype = Literal["float32", "bfloat16"]
 Packing = Literal["auto", "packed", "padded"]
 Schedule = Literal["constant", "linear", "cosine"]
 
-LEARNING_RATE = "AdamW's learning rate after the warm-up"
-ADAM_BETA2 = "AdamW's decay of the mean of squared gradients"
+LEARNING_RATE_TEXT = "AdamW's learning rate after the warm-up"
+ADAM_BETA2_TEXT = "AdamW's decay of the mean of squared gradients"
 
 MODEL_OPTIONS = (
     "dtype",
@@ -92,7 +92,7 @@ class TrainerOptions(Options):
         ge=1,
         description="a step is batch x accumulation x processes examples",
     )
-    learning_rate: float = Field(1e-4, gt=0, description=LEARNING_RATE)
+    learning_rate: float = Field(1e-4, gt=0, description=LEARNING_RATE_TEXT)
     lr_scheduler_type: Schedule = Field(
         "constant", description="how the learning rate goes on after the warm-up"
     )
@@ -101,7 +101,7 @@ class TrainerOptions(Options):
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean of gradients")
-    adam_beta2: float = Field(0.99, ge=0, lt=1, description=ADAM_BETA2)
+    adam_beta2: float = Field(0.99, ge=0, lt=1, description=ADAM_BETA2_TEXT)
     max_grad_norm: float = Field(
         1.0, ge=0, description="norm to which gradients are clipped; 0: no clipping"
     )

@@ -97,6 +97,8 @@ class Objective:
         counted = [sample for sample in samples if sample.counted]
         used = [sample for sample in counted if sample.used]
         targets = torch.tensor([sample.document.target_count for sample in counted])
+        # Of all ranks: the parts of an auxiliary term, over micro-batches and ranks, sum to its mean.
+        target_count = int(targets.sum())
         weights = self.algorithm.token_weights(targets)
         weight_by_id = {sample.id: weight for sample, weight in zip(counted, weights.tolist())}
         # Dropout is seeded for each step, so that a step that is repeated after an interruption is
@@ -110,9 +112,7 @@ class Objective:
             output = self._forward(trainer, [used[i] for i in micro], batch, weight_by_id)
             loss = output.per_token
             for term in output.batch_terms.values():
-                # `targets` are those of all ranks. Each token has its part of the term, so that the sum
-                # over micro-batches and ranks is the mean over the mini-batch.
-                loss = loss + term / targets.sum()
+                loss = loss + term / target_count
             loss.sum().backward()
             tally.add(loss=loss.detach(), **output.metrics)
         norm, rate = trainer.update()

@@ -17,7 +17,7 @@ from tuneloop.runs.alarms import find_alarms
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.completeness import describe_missing, list_missing
 from tuneloop.runs.delivery import list_deliveries
-from tuneloop.runs.prepared_data import find_prepared_data
+from tuneloop.runs.prepared_data import describe_data
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.stages import list_cluster_stages, list_stages
 from tuneloop.runs.summary import (
@@ -86,21 +86,22 @@ def describe_state(
     loop_end: float | None = None
     if status["phase"] == "running":
         loop_end = estimate_loop_end(run, limit, target_reward)
-    data = find_prepared_data(run)
-    return status | {
-        "name": run.name,
-        "record": run.record,
-        "committed": len(run.entries),
-        "iteration": run.iteration,
-        "iterations": describe_iterations(run, limit),
-        "reward": describe_reward(run),
-        "held_out_loss": str(find_held_out(run) or ""),
-        "data": "; ".join(data.recognised) if data else "",
-        "rows": data.describe_rows() if data else "",
-        "loop_end": loop_end,
-        "evaluation": evaluations[-1].key if evaluations else None,
-        "rewards": thin_out(rewards),
-    }
+    return (
+        status
+        | describe_data(run)
+        | {
+            "name": run.name,
+            "record": run.record,
+            "committed": len(run.entries),
+            "iteration": run.iteration,
+            "iterations": describe_iterations(run, limit),
+            "reward": describe_reward(run),
+            "held_out_loss": str(find_held_out(run) or ""),
+            "loop_end": loop_end,
+            "evaluation": evaluations[-1].key if evaluations else None,
+            "rewards": thin_out(rewards),
+        }
+    )
 
 
 def thin_out(rewards: list[float]) -> list[float]:

@@ -6,6 +6,14 @@ from tuneloop.core import progress
 from tuneloop.core.progress import Progress
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A display that shows every update, the first four seconds after its start."""
+    times = iter([100.0, 104.0])
+    monkeypatch.setattr(progress, "EVERY_S", 0)
+    monkeypatch.setattr("time.monotonic", lambda: next(times))
+
+
 @pytest.mark.parametrize(
     ("begun", "done", "said"), [(0, 256, "64.0 rows/s  4 s left"), (100, 256, "39.0 rows/s  7 s")]
 )
@@ -14,11 +22,7 @@ def test_the_first_line_knows_the_rate(
     done: int,
     said: str,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = iter([100.0, 104.0])
-    monkeypatch.setattr(progress, "EVERY_S", 0)
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
     Progress("data_prep", 512, "rows", begun).update(done)
     assert f"data_prep: {done}/512 rows  {said}" in capsys.readouterr().err
 
@@ -36,10 +40,6 @@ def test_no_time_is_left_before_one_unit_or_after_the_last(
     done: int,
     line: str,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = iter([100.0, 104.0])
-    monkeypatch.setattr(progress, "EVERY_S", 0)
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
     Progress("evaluate", 4, "prompts", earlier).update(done)
     assert capsys.readouterr().err == f"{line}\n"

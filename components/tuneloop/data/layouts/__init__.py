@@ -14,7 +14,7 @@ from types import UnionType
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.data import Example
-from tuneloop.data.columns import MISSING, Columns, get_path
+from tuneloop.data.columns import MISSING, Columns, get_path, has_path
 
 Values = JsonMapping
 """The values of a row by column."""
@@ -72,11 +72,7 @@ class Layout:
 
     def has_columns(self, values: Values) -> bool:
         """Return whether a row has the columns of this layout, whatever they hold."""
-        try:
-            return all(get_path(values, column) is not MISSING for column in self.columns)
-        except ValueError:
-            # JSON text on the way to a column is damaged.
-            return False
+        return all(has_path(values, column) for column in self.columns)
 
     def matches(self, values: Values) -> bool:
         """Return whether a row has the columns of this layout, filled as it fills them."""
@@ -120,12 +116,10 @@ def find_layout(name: str) -> Layout:
 def recognise_layout(rows: Sequence[Values]) -> Layout | None:
     """Recognise the layout that more than half of these rows have; None: there is none."""
     # Not of all rows: a few that are damaged are dropped later, each with its reason.
-    for layout in list_layouts():
-        if 2 * sum(layout.matches(values) for values in rows) > len(rows):
-            return layout
-    # The names fit, and what the columns hold does not: reading a row says what is wrong with it,
-    # where "unknown columns" would blame names that are right.
-    for layout in list_layouts():
-        if 2 * sum(layout.has_columns(values) for values in rows) > len(rows):
-            return layout
+    # Where the names fit, and what the columns hold does not, reading a row says what is wrong with
+    # it: "unknown columns" would blame names that are right.
+    for fits in (Layout.matches, Layout.has_columns):
+        for layout in list_layouts():
+            if 2 * sum(fits(layout, values) for values in rows) > len(rows):
+                return layout
     return None

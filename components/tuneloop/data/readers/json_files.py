@@ -7,10 +7,11 @@ import bisect
 import codecs
 import json
 from array import array
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from tuneloop.core.errors import UserError
 from tuneloop.data import BadRow, BadValue
+from tuneloop.data.messages import is_messages
 from tuneloop.data.readers import ReadRow, Row, Rows
 from tuneloop.data.readers.json_values import split_values
 from tuneloop.data.readers.records import RecordFile
@@ -140,11 +141,6 @@ def _are_objects(values: list[object]) -> bool:
     return all(isinstance(value, dict) for value in values)
 
 
-def _are_messages(rows: list[Any]) -> bool:
-    """Return whether these objects are the messages of one chat, and not rows."""
-    return all(row.keys() & {"role", "from"} for row in rows)
-
-
 def _find_only_list(text: bytes) -> list[object] | None:
     """Return the list of objects that the only object of a file holds, if it holds one such
     list."""
@@ -157,7 +153,7 @@ def _find_only_list(text: bytes) -> list[object] | None:
         return None
     lists = [value for value in values.values() if isinstance(value, list)]
     # Nor is a prompt or a completion a table, though it is a list of messages.
-    tables = [rows for rows in lists if rows and _are_objects(rows) and not _are_messages(rows)]
+    tables = [rows for rows in lists if rows and _are_objects(rows) and not is_messages(rows)]
     # A table stands by itself, or beside a version: with more beside it, it is a column.
     is_table = len(tables) == 1 and len(values) - len(lists) <= 1
     return tables[0] if is_table else None

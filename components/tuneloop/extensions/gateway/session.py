@@ -29,6 +29,7 @@ from tuneloop.extensions.gateway.ledger import Entry, Ledger
 from tuneloop.extensions.gateway.resident import Resident, Sampler, Snapshot
 from tuneloop.extensions.gateway.sampler import SharedSampler
 from tuneloop.extensions.gateway.sessions import Meter, check_quota
+from tuneloop.formats.architectures import get_context
 from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import load_tokenizer, stop_ids
@@ -534,9 +535,11 @@ def _read_limits(directory: Path) -> tuple[int, int, tuple[int, ...]]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory).get_text_config()
-    # Some architectures have no limit.
-    context = int(getattr(config, "max_position_embeddings", 1 << 30))
-    return context, int(config.vocab_size), stop_ids(load_tokenizer(directory), directory)
+    return (
+        get_context(config),
+        int(config.vocab_size),
+        stop_ids(load_tokenizer(directory), directory),
+    )
 
 
 def _seeds(request: messages.Sample, number: int) -> list[int]:

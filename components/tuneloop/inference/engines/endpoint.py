@@ -281,10 +281,8 @@ class Endpoint:
         return logprobs
 
     def report(self) -> EngineReport:
-        report = EngineReport(max_staleness=self.max_staleness)
-        if self.refitted is None:
-            return report
-        return replace(report, refitted=asdict(self.refitted))
+        refitted = asdict(self.refitted) if self.refitted else {}
+        return EngineReport(max_staleness=self.max_staleness, refitted=refitted)
 
     def close(self) -> None:
         self._stopping.set()

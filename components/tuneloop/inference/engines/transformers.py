@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.processor import check_processor
-from tuneloop.formats.architectures import find_model_class, supports_attention
+from tuneloop.formats.architectures import find_model_class, get_context, supports_attention
 from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.capabilities import Capabilities
@@ -114,9 +113,7 @@ class Transformers:
     def serve(self, model: Any, version: int, digest: str) -> None:
         """Serve a model of this process; the engine owns it from then on."""
         self.model = model.to(self.device).eval()
-        # A model without learned positions states no limit.
-        text_config = self.model.config.get_text_config()
-        limit = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
+        limit = get_context(self.model.config)
         self.context = min(limit, self.max_model_len or limit)
         self.accepts = inspect.signature(self.model.forward).parameters.keys()
         if "past_key_values" not in self.accepts:

@@ -289,8 +289,7 @@ class Vllm:
                 done(missing.count(0))
         finally:
             # `done` raises an error if the stage is to stop.
-            for group in keys:
-                self.abort([key for key in group if key not in completions])
+            self.abort([key for group in keys for key in group if key not in completions])
         return [[completions[key] for key in group] for group in keys]
 
     def score(self, ids: Sequence[int]) -> list[float]:

@@ -64,10 +64,10 @@ def parse_answer(status: int, content: bytes) -> JsonObject:
     """Parse an answer of ``/v1/rl/workers``. Raises ValueError: it is not the frontend's."""
     answer = json.loads(content)
     # The frontend's has a protocol version, whatever its status. A proxy may answer for it.
-    is_frontend = isinstance(answer, dict) and "protocol_version" in answer
-    if not is_frontend and (is_transient(status) or not isinstance(answer, dict)):
+    is_object = isinstance(answer, dict)
+    if not is_object or (is_transient(status) and "protocol_version" not in answer):
         raise ValueError(f"answers {status}: {shorten_text(repr(answer))}")
-    return dict(answer)
+    return answer
 
 
 def read_workers(answer: JsonMapping) -> list[Worker]:

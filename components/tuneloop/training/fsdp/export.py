@@ -9,6 +9,7 @@ their rows to the first rank, one tensor at a time.
 
 import copy
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -180,9 +181,9 @@ class _ModelDirectory:
     def write_rows(self, name: str, rows: Tensor, first_row: int) -> None:
         """Write rows of a tensor, starting at the index `first_row`."""
         tensor = self.tensors[name]
-        # A tensor without dimensions counts as one row.
-        row_size = tensor[:1].numel() if tensor.ndim else 1
-        rounded = round_tensor(rows.detach(), tensor.dtype, name, first_row * row_size)
+        # A tensor without dimensions counts as one row of one number.
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        rounded = round_tensor(rows.detach(), tensor.dtype, name, first_row)
         data = rounded.cpu().contiguous().flatten()
-        start = self._entries[name].start + first_row * row_size * tensor.element_size()
+        start = self._entries[name].start + first_row * row_bytes
         layout.write_bytes_at(self.path_by_name[name], start, data.view(torch.uint8).numpy())

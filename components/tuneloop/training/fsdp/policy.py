@@ -5,7 +5,6 @@ one.
 import contextlib
 import functools
 import importlib.util
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,11 @@ from torch.utils.checkpoint import checkpoint
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.threads import map_ahead
-from tuneloop.formats.architectures import choose_dense_attention, find_model_class
+from tuneloop.formats.architectures import (
+    choose_dense_attention,
+    find_model_class,
+    get_context,
+)
 from tuneloop.formats.model_files import choose_shard_bytes
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint, lora
@@ -50,8 +53,6 @@ from tuneloop.training.fsdp.rounding import round_tensor
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import GPU_LOGITS, LOGITS, Dtype, Packing
 
-UNBOUNDED = 1 << 30
-"""The context of a model whose configuration names none, in tokens."""
 LOGIT_SCALES = ("final_logit_softcapping", "logit_scale")
 """Keys of a configuration by which a model changes its logits after the output layer."""
 
@@ -126,7 +127,7 @@ class Policy:
         )
         self.model = self._open(model)
         text_config = self.model.config.get_text_config()
-        self.context = int(getattr(text_config, "max_position_embeddings", UNBOUNDED))
+        self.context = get_context(self.model.config)
         self.vocab_size = int(text_config.vocab_size)
         # The positions whose logits the current forward pass computes; None: all.
         self._target_index: Tensor | None = None
@@ -332,7 +333,7 @@ class Policy:
     def masters(self) -> dict[str, Tensor]:
         """Return the parameters of the model by name, adapters left out; tied ones once."""
         return {
-            f"model.{name.replace(lora.BASE, '.')}": value.detach()
+            f"model.{lora.get_merged_name(name)}": value.detach()
             for name, value in self.model.named_parameters()
             if lora.ADAPTER not in name
         }
@@ -399,10 +400,10 @@ class Policy:
 
     @contextlib.contextmanager
     def rounded(self, dtype: str) -> Iterator[None]:
-        """Have the parameters that `export` writes in `dtype` while the block runs.
+        """Replace the parameters by those that `export` would write in `dtype`, while the block runs.
 
         With LoRA, the merged layers take the place of the frozen ones, and the adapters are zero.
-        What is replaced is kept in the host's memory meanwhile. Called by all ranks.
+        The replaced values are kept in the host's memory meanwhile. Called by all ranks.
         """
         if dtype == "float32":
             yield
@@ -428,24 +429,28 @@ class Policy:
 
     @torch.no_grad()
     def _round_parameters(self, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> None:
-        """Round every parameter in place; add its tensor on this rank, and a copy, to `copies`."""
+        """Round every parameter in place.
+
+        Args:
+            copies: gets each tensor that changes on this rank, with a copy of what it was.
+        """
+
+        def replace(parameter: Tensor, value: Tensor | float) -> None:
+            target = get_local(parameter)
+            copies.append((target, target.to("cpu", copy=True)))
+            target[...] = value
+
         parameters = {name: value.detach() for name, value in self.model.named_parameters()}
-        name_by_merged = {name.replace(lora.BASE, "."): name for name in parameters}
+        by_merged_name = {lora.get_merged_name(name): value for name, value in parameters.items()}
         for merged_name, value in self._list_state():
             # Buffers, and the second name of tied parameters, are no parameters.
-            if merged_name not in name_by_merged:
-                continue
-            rows, first_row = get_local_rows(value.detach(), self.ranks)
-            # A slice of a sharded tensor would gather it.
-            row_size = math.prod(value.shape[1:])
-            target = get_local(parameters[name_by_merged[merged_name]])
-            copies.append((target, target.to("cpu", copy=True)))
-            target.copy_(round_tensor(rows, dtype, merged_name, first_row * row_size))
-        for name, value in parameters.items():
+            if merged_name in by_merged_name:
+                rows, first_row = get_local_rows(value.detach(), self.ranks)
+                rounded = round_tensor(rows, dtype, merged_name, first_row)
+                replace(by_merged_name[merged_name], rounded)
+        for name, parameter in parameters.items():
             if lora.ADAPTER in name:
-                target = get_local(value)
-                copies.append((target, target.to("cpu", copy=True)))
-                target.zero_()
+                replace(parameter, 0.0)
 
     def _reopen(self, directory: Path, dtype: torch.dtype) -> Any:
         # What is written computes the canary, on a CPU, where other kernels than eager cannot run.
@@ -455,11 +460,12 @@ class Policy:
 
 def fill_rounded(model: Any, weights: Mapping[str, Tensor]) -> None:
     """Fill a model with the values of a state, rounded to the dtypes that its parameters have."""
-    name_by_address: dict[int, str] = {}
+    filled_addresses: set[int] = set()
     with torch.no_grad():
         for name, target in model.state_dict().items():
             # Tied parameters are rounded once, by their first name, which is the one in the file.
-            if name_by_address.setdefault(target.data_ptr(), name) == name:
+            if target.data_ptr() not in filled_addresses:
+                filled_addresses.add(target.data_ptr())
                 target.copy_(round_tensor(weights[name], target.dtype, name))
 
 

@@ -16,6 +16,7 @@ fixed threshold in place of a new random number.
 """
 
 import functools
+import math
 import zlib
 
 import torch
@@ -27,14 +28,14 @@ DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """The bits of a float32 number's mantissa that a dtype does not have."""
 
 
-def round_tensor(value: Tensor, dtype: torch.dtype, name: str, first: int = 0) -> Tensor:
-    """Round a parameter, or a part of it.
+def round_tensor(value: Tensor, dtype: torch.dtype, name: str, first_row: int = 0) -> Tensor:
+    """Round a parameter, or some of its rows.
 
     Args:
         value: float32, of any shape; another dtype is only converted.
         dtype: the result's. Numbers that are subnormal in float16 are rounded to the nearest.
         name: the parameter's name in the model.
-        first: index in the flattened parameter of the first number of `value`.
+        first_row: index in the parameter of the first row of `value`.
 
     Returns:
         The numbers in `dtype`, in the shape of `value`, on its device.
@@ -45,7 +46,8 @@ def round_tensor(value: Tensor, dtype: torch.dtype, name: str, first: int = 0) -
     thresholds = _make_thresholds(value.device)
     numbers = value.detach().contiguous().flatten()
     rounded = torch.empty_like(numbers, dtype=dtype)
-    offset = (zlib.crc32(name.encode()) + first) % PERIOD
+    first_number = first_row * math.prod(value.shape[1:])
+    offset = (zlib.crc32(name.encode()) + first_number) % PERIOD
     position = 0
     while position < len(numbers):
         part = numbers[position : position + PERIOD - offset]

@@ -134,8 +134,9 @@ class Trainer(Policy):
         else:
             # Of the whole process; Linux counts in KiB.
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-        of_this_rank = {"peak_memory_bytes": memory} | self._traffic
-        return figures | dict(zip(of_this_rank, self.ranks.max(list(of_this_rank.values()))))
+        rank_figures = {"peak_memory_bytes": memory} | self._traffic
+        maxima = self.ranks.max(list(rank_figures.values()))
+        return figures | dict(zip(rank_figures, maxima))
 
     def update(self) -> tuple[float, float]:
         """Clip the summed gradients, and take one step.

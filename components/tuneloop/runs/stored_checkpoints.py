@@ -1,0 +1,68 @@
+"""What is stored of each checkpoint of a run: its model, and the trainer's state to go on from.
+
+A stage outside the loop has the state among its own files. A checkpoint of the loop has it in an
+artifact below it, where one was written, and retention deletes the files of old checkpoints."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tuneloop.core.artifacts import MANIFEST
+from tuneloop.core.store import Store
+from tuneloop.runs.committed import Entry
+from tuneloop.runs.run_record import Run
+from tuneloop.runs.verification import find_state_entry
+from tuneloop.training.old_checkpoints import STATE
+
+MODEL = "model"
+TRAINER = "trainer"
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """Bytes that are stored of a checkpoint.
+
+    Attributes:
+        model: of the weights and the tokenizer; 0 if there are none any more.
+        trainer_state: of the optimizer's state and float32 parameters; 0 if there is none.
+    """
+
+    model: int
+    trainer_state: int
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether retention has deleted the model, which every checkpoint is committed with."""
+        return not self.model
+
+
+def measure_checkpoints(run: Run) -> dict[str, StoredCheckpoint]:
+    """Measure what is stored of a run's checkpoints, by one listing of its files: key → bytes.
+
+    The bytes of a file are those that its manifest states: `audit` says whether they are there.
+
+    Raises:
+        Corrupt: a manifest was changed since it was committed.
+    """
+    stored = Store(run.url).stat().keys()
+    checkpoints: dict[str, StoredCheckpoint] = {}
+    for entry in run.checkpoints:
+        trained = [entry]
+        # Most checkpoints of a loop have no state: the listing says so without a request for each.
+        if f"{entry.key}/{STATE}/{MANIFEST}" in stored:
+            state = find_state_entry(run, entry)
+            if state:
+                trained.append(state)
+        checkpoints[entry.key] = StoredCheckpoint(
+            model=_sum_stored(entry, MODEL, stored),
+            trainer_state=sum(_sum_stored(part, TRAINER, stored) for part in trained),
+        )
+    return checkpoints
+
+
+def _sum_stored(entry: Entry, part: str, stored: Collection[str]) -> int:
+    """Sum the bytes of those files of a part of an artifact that are among the stored keys."""
+    return sum(
+        file.size
+        for name, file in entry.manifest.files.items()
+        if name.startswith(f"{part}/") and f"{entry.path}/{name}" in stored
+    )
