@@ -20,7 +20,6 @@ from tuneloop.argo.pod_fields import (
     LIMIT,
     NOBODY,
     RESTRICTED,
-    dump_patch,
     place_fields,
     plan_resources,
     pod_fields,
@@ -31,6 +30,7 @@ from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRIED_CODES, RETRY_STEP
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.core.program import encode_value
 from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.plan import PodResources, StagePlan
 from tuneloop.workflow.settings import AUTO, RUN_LABEL, Cluster, ResourceRole
@@ -161,7 +161,7 @@ def apply_jobset(name: str, manifest: JsonObject, cluster: Cluster, **fields: An
         failure_condition="status.terminalState = Failed",
         manifest=dump_manifest(manifest),
         executor=ExecutorConfig(service_account_name="tuneloop-launcher"),
-        pod_spec_patch=dump_patch(PATCH),
+        pod_spec_patch=encode_value(PATCH),
         **place_fields(cluster.cpu),
         **retry_fields(RETRY_STEP),
         **fields,

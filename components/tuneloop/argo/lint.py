@@ -189,8 +189,8 @@ def _check_references(
 def _check_skipped_outputs(field: str, tasks: Templates) -> Iterator[UserError]:
     """Find outputs of a task that may be skipped.
 
-    Such a task has none in Argo 3.7, whatever defaults its template declares. Who takes them asks
-    for the task's status first.
+    Such a task has none in Argo 3.7, whatever defaults its template declares. A task that takes them
+    has to test the task's status first.
     """
     conditional = {name for name, task in tasks.items() if task.get("when")}
     for name, task in tasks.items():

@@ -60,7 +60,7 @@ def build_dag(name: str, inputs: Iterable[str], outputs: Sequence[Parameter] = (
     """Return a graph with input parameters; it is Any because Hera does not type the result of
     calling one.
     """
-    parameters = [Parameter(name=name) for name in inputs]
+    parameters = [Parameter(name=item) for item in inputs]
     return DAG(name=name, inputs=parameters, outputs=list(outputs) or None)
 
 
@@ -162,7 +162,7 @@ def call_once(
     """Create the task of a step outside of iterations, committed below the run under the task's
     name.
     """
-    arguments = {name: values[wire] for name, wire in step.wires.items() if wire != "iteration"}
+    arguments = {key: values[wire] for key, wire in step.wires.items() if wire != "iteration"}
     if "iteration" in step.wires.values():
         arguments["iteration"] = "0"
     arguments[to_kebab_case(step.component.output)] = f"{RUN}/{name}"
@@ -356,7 +356,7 @@ def pod_template(
         args += ["--value", f"{name}={value}"]
     container = Container(
         name=pod.template,
-        inputs=[Parameter(name=name) for name in inputs],
+        inputs=[Parameter(name=item) for item in inputs],
         outputs=[pod_output(name) for name in outputs],
         command=["python", "-m", PROGRAM],
         args=args,

@@ -64,10 +64,14 @@ class Part(NamedTuple):
     size: float
 
 
+UNKNOWN_MODEL = f"unknown: no stage {base_model.name}"
+"""What stands for the model where no stage brings one."""
+
+
 def model_of(pods: Iterable[PodPlan]) -> Model | str:
     """Return the model of the stage `base_model`, or why it is unknown."""
     facts = facts_of(pods)
-    return f"unknown: no stage {base_model.name}" if facts is None else facts.shape
+    return UNKNOWN_MODEL if facts is None else facts.shape
 
 
 def facts_of(pods: Iterable[PodPlan]) -> ModelFacts | None:

@@ -9,6 +9,7 @@ from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
 from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.core.program import encode_value
 from tuneloop.core.server_token import VARIABLE
 from tuneloop.inference.capabilities import Capabilities, find_capabilities
 from tuneloop.workflow.plan import PodResources
@@ -167,7 +168,7 @@ def pod_fields(
 
 
 def _build_volumes(cluster: Cluster, shared_memory: str) -> list[Any]:
-    """Build the disks of a pod, of which only the scratch disk is written to."""
+    """Build the disks of a pod: scratch, the store's claim, the sandbox's secret, shared memory."""
     from hera.workflows import EmptyDirVolume, ExistingVolume
 
     # The root file system of a restricted container is read-only.
@@ -230,14 +231,9 @@ def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
         if affinity:
             fields["affinity"] = Affinity.model_validate(affinity)
     if patch:
-        fields["pod_spec_patch"] = dump_patch(patch)
+        fields["pod_spec_patch"] = encode_value(patch)
     fields["labels"] = labels
     return fields
-
-
-def dump_patch(patch: JsonMapping) -> str:
-    """Dump a patch of a pod as the text that Argo's ``podSpecPatch`` takes."""
-    return json.dumps(patch, separators=(",", ":"))
 
 
 def patch_container(text: str | None, container: JsonObject) -> str:
@@ -249,7 +245,7 @@ def patch_container(text: str | None, container: JsonObject) -> str:
     """
     patch = json.loads(text or "{}")
     patch.setdefault("containers", []).append(container)
-    return dump_patch(patch)
+    return encode_value(patch)
 
 
 def place_fields(resources: Resources) -> JsonObject:

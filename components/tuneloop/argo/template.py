@@ -95,7 +95,7 @@ def define_workflow(
         service_account_name="tuneloop-stage",
         automount_service_account_token=False,
         executor=models.ExecutorConfig(service_account_name="tuneloop-executor"),
-        pod_spec_patch=pod_fields.dump_patch(patch),
+        pod_spec_patch=encode_value(patch),
         security_context=models.PodSecurityContext.model_validate(pod_fields.NOBODY),
         pod_gc=models.PodGC(strategy="OnPodSuccess", delete_delay_duration=DELETE_DELAY),
         ttl_strategy=models.TTLStrategy(seconds_after_success=86400, seconds_after_failure=604800),

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tuneloop.config.followed import PLAIN_SECTIONS, SECTION_SUFFIX
-from tuneloop.config.loop import INHERITED, INHERITED_FROM_REWARD, LoopPipelineConfig
+from tuneloop.config.loop import INHERITED, LoopPipelineConfig
 from tuneloop.config.rules import RULES
 from tuneloop.config.sections import (
     KIND,
@@ -136,19 +136,12 @@ def note_inheritance(item: Setting | Section) -> Setting | Section:
     if not isinstance(item, Section) or item.key != "evaluate":
         return item
     items = [
-        replace(inner, origin=find_origin(inner.name)) if isinstance(inner, Setting) else inner
+        replace(inner, origin=INHERITED.get(inner.name, ""))
+        if isinstance(inner, Setting)
+        else inner
         for inner in item.items
     ]
     return replace(item, items=tuple(items))
-
-
-def find_origin(name: str) -> str:
-    """Return the key of the setting that `evaluate` has its setting `name` from; empty where it has
-    one of its own."""
-    if name in INHERITED:
-        return f"rollout.{name}"
-    source = INHERITED_FROM_REWARD.get(name)
-    return f"reward.{source}" if source else ""
 
 
 def describe_class(section: type[BaseModel], key: str, text: str = "") -> Section:
@@ -319,7 +312,7 @@ def merge_sections(sections: Mapping[str, Section]) -> Section:
         elif len(inner) > 1:
             items.append(merge_sections(inner))
         else:
-            # A section that all kinds but one lack is named as this one's.
+            # Only one kind has this section: its text names the kind.
             items += [name_kinds(section, kind) for kind, section in inner.items()]
     return replace(next(iter(sections.values())), items=tuple(items))
 

@@ -11,21 +11,23 @@ from tuneloop.config.engines import EngineConfig, VllmEngine
 from tuneloop.config.pipeline import Nodes, PipelineConfig
 from tuneloop.config.sections import find_section
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.inference.rounds import bound_staleness
 from tuneloop.workflow.pod_loop import PerPod
 
-INHERITED = (
-    "max_tokens",
-    "environment",
-    "environment_args",
-    "max_turns",
-    "keep_reasoning",
-    "canary_tolerance",
-    "timeout_s",
-)
-"""Settings of `rollout` that `evaluate` has, too, with the same default and the same meaning."""
-INHERITED_FROM_REWARD = {"reward_timeout_s": "timeout_s", "error_budget": "error_budget"}
-"""Setting of `evaluate` → the one of `reward` with the same default and the same meaning."""
+INHERITED = {
+    "max_tokens": "rollout.max_tokens",
+    "environment": "rollout.environment",
+    "environment_args": "rollout.environment_args",
+    "max_turns": "rollout.max_turns",
+    "keep_reasoning": "rollout.keep_reasoning",
+    "canary_tolerance": "rollout.canary_tolerance",
+    "timeout_s": "rollout.timeout_s",
+    "reward_timeout_s": "reward.timeout_s",
+    "error_budget": "reward.error_budget",
+}
+"""Setting of `evaluate` → the key of the setting with the same default and the same meaning, which it
+follows."""
 UNREACHED = 1e9
 """The target of a loop that has none: a number, as Argo's and KFP's parameters need one."""
 
@@ -100,23 +102,23 @@ class LoopPipelineConfig(PipelineConfig):
         measured as it is trained."""
         if not isinstance(values, Mapping) or "evaluate" not in cls.model_fields:
             return values
-        rollout = values.get("rollout", {})
-        reward = values.get("reward", {})
-        evaluate = values.get("evaluate", {})
-        if not all(isinstance(section, Mapping) for section in (rollout, reward, evaluate)):
+        sections = {name: values.get(name, {}) for name in ("rollout", "reward", "evaluate")}
+        if not all(isinstance(section, Mapping) for section in sections.values()):
             return values
-        # What a user sets of `evaluate` stands.
-        inherited = {name: rollout[name] for name in INHERITED if name in rollout}
-        if "environment" in evaluate and evaluate["environment"] != rollout.get("environment"):
+        evaluate = sections["evaluate"]
+        # A pipeline of somebody else's may evaluate by a stage with other settings.
+        evaluate_class = find_section(cls.model_fields["evaluate"])
+        names = evaluate_class.model_fields if evaluate_class else {}
+        inherited: JsonObject = {}
+        for name, origin in INHERITED.items():
+            section, setting = origin.split(".")
+            if name in names and setting in sections[section]:
+                inherited[name] = sections[section][setting]
+        environment = sections["rollout"].get("environment")
+        if "environment" in evaluate and evaluate["environment"] != environment:
             # The arguments are those of another environment.
             inherited.pop("environment_args", None)
-        for name, source in INHERITED_FROM_REWARD.items():
-            if source in reward:
-                inherited[name] = reward[source]
-        # A pipeline of somebody else's may evaluate by a stage with other settings.
-        section = find_section(cls.model_fields["evaluate"])
-        names = section.model_fields if section else {}
-        inherited = {name: value for name, value in inherited.items() if name in names}
+        # What a user sets of `evaluate` stands.
         return dict(values) | {"evaluate": inherited | dict(evaluate)}
 
     @property

@@ -198,8 +198,8 @@ def find_leaf(setting: str, value: Any) -> tuple[str, Any]:
 
 
 def find_similar_keys(config: type[BaseModel], setting: str) -> list[str]:
-    """Return the keys of other sections that end as `setting` does: of ``sft.lora.r`` first those
-    that end with ``lora.r``, and only without any those that end with ``r``."""
+    """Return the keys of other sections that end as `setting` does: of ``sft.lora.r`` those that end
+    with ``lora.r``; if there are none, those that end with ``r``."""
     parts = setting.split(".")
     keys = find_keys(config, parts[-1])
     for start in range(len(parts)):

@@ -54,7 +54,7 @@ def make_trainer_config() -> Any:
     for name in TRAINER_SETTINGS:
         field = TrainerOptions.model_fields[name]
         fields[name] = (field.annotation, field)
-    # Whose default differs between stages, and is null here: `StageSpec` passes no null to a stage,
+    # The default differs between stages, so it is null here: `StageSpec` passes no null to a stage,
     # which then uses its own default.
     fields["adam_beta2"] = (float | None, ADAM_BETA2)
     fields["per_device_train_batch_size"] = (int | None, MICRO_BATCH)

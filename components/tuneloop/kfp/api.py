@@ -29,7 +29,7 @@ The other fields describe its progress.
 TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
 """Token file that PodDefaults mount into the pods of a backend with several users."""
 REQUEST_TIMEOUT_S = 60.0
-UNAVAILABLE = (429, 502, 503, 504)
+UNAVAILABLE_STATUSES = (429, 502, 503, 504)
 """Statuses that a proxy, or a server that starts, answers with for a while."""
 
 
@@ -152,7 +152,7 @@ def call_api(
     except Unanswered as error:
         raise Unavailable(f"{field}: {url}: {error}") from error
     excerpt = answer[:200].decode(errors="replace")
-    if status in UNAVAILABLE:
+    if status in UNAVAILABLE_STATUSES:
         raise Unavailable(f"{field}: {url}: {status}: {excerpt}")
     if status == 500:
         raise Retryable(f"{field}: {url}: {status}: {excerpt}")

@@ -20,7 +20,7 @@ from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonObject
-from tuneloop.kfp.api import DONE, UNAVAILABLE, match_name
+from tuneloop.kfp.api import DONE, UNAVAILABLE_STATUSES, match_name
 from tuneloop.kube.connection import list_status_nodes, read_api_message
 
 EXPERIMENT = "tuneloop"
@@ -134,7 +134,7 @@ def translate_api_errors(value: str | None, field: str = "kfp") -> Iterator[None
         yield
     except ApiException as error:
         message = read_api_message(error)
-        if error.status in UNAVAILABLE:
+        if error.status in UNAVAILABLE_STATUSES:
             raise Retryable(f"kfp: {message}") from error
         remedy = f"refused ({error.status}): {message}"
         raise UserError(field, value or KUBECONFIG_ADDRESS, remedy) from error

@@ -196,7 +196,8 @@ def stage_component(
         image: of the container.
         processes: ranks of torchrun.
         parameter_names: parameters that the component has even where their default is None. Other
-            parameters whose default is None are left out, as kfp.local cannot pass no integer.
+            parameters whose default is None are left out, because kfp.local cannot leave out an
+            integer.
         extra: flags of `tuneloop.kfp.stage` besides the executor input.
     """
     signature, descriptions = stage_signature(stage, set(parameter_names))

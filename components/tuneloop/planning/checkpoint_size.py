@@ -82,7 +82,7 @@ def describe_checkpoint(stage: StagePlan, model: Model | str, base_dtype: str | 
     if every == 1:
         total = format_size(size.model + size.state)
         return f"{text}, with both {total}"
-    # Between two states an iteration writes a model alone, which is replayed from after a restart.
+    # Iterations between two states write only a model. After a restart their updates are replayed.
     mean = format_size(size.model + size.state / every)
     return (
         f"{text} each {every} iterations: {mean} an iteration; "

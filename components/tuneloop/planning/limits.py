@@ -154,7 +154,7 @@ def check_base_model(run: CheckedRun) -> Iterator[UserError]:
 
 def check_adapter_base(run: CheckedRun, adapter: AdapterFiles) -> Iterator[UserError]:
     """Find adapters as a base model that name no model, or a directory that is not here."""
-    (stage, *_) = run.pods.list_stages_of(base_model)
+    stage = run.pods.list_stages_of(base_model)[0]
     try:
         adapter.choose_base(run.facts.name, stage.parameters.get("adapter_base"))
     except UserError as error:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from tuneloop.argo.memory_estimate import context_of, facts_of, model_of
+from tuneloop.argo.memory_estimate import UNKNOWN_MODEL, context_of, facts_of
 from tuneloop.config.model_facts import Model, ModelFacts
 from tuneloop.core.artifacts import Role
 from tuneloop.core.component import Component
@@ -45,7 +45,7 @@ class PlannedPods:
     @cached_property
     def model(self) -> Model | str:
         """The base model, or why its shape is unknown."""
-        return model_of(self.stages)
+        return UNKNOWN_MODEL if self.facts is None else self.facts.shape
 
     @cached_property
     def context(self) -> int | None:
