@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 LONGEST, VOCABULARY = 512, 512
@@ -69,7 +70,7 @@ def ours(
     model: Path, data: list[tuple[list[int], int]], options: argparse.Namespace
 ) -> Callable[[int], int]:
     """One step on batch `k`, through the code of the stage; returns its tokens."""
-    from tuneloop.core.component import Params, Stage
+    from tuneloop.core.component import Stage
     from tuneloop.formats.token_files import Document
     from tuneloop.stages.sft import train_step
     from tuneloop.training.epochs import prepare_step
@@ -79,7 +80,7 @@ def ours(
 
     adam = Optimization(1e-3, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)
     trainer = Trainer(model, Ranks(options.device), adam, dtype=options.dtype, max_length=LONGEST)
-    stage = Stage("sft", Params(), Path(os.devnull), "", "")
+    stage = Stage("sft", SimpleNamespace(seed=0), Path(os.devnull), "", "")
     ready = [Document(ids, [t >= prompt for t in range(len(ids))]) for ids, prompt in data]
 
     def step(k: int) -> int:
@@ -209,7 +210,7 @@ def scaling(model: Path, options: argparse.Namespace) -> None:
 def corpus(rows: int, work: Path) -> None:
     """A table of the seconds until the documents of `rows` demonstrations can be trained on, and for a step's."""
     from tuneloop.core.artifacts import Artifact
-    from tuneloop.core.component import Params, Stage
+    from tuneloop.core.component import Stage
     from tuneloop.core.seeds import draw_indices
     from tuneloop.stages.base_model import base_model
     from tuneloop.stages.data_prep import data_prep
@@ -259,7 +260,7 @@ def corpus(rows: int, work: Path) -> None:
     found = measure("mapped by sft at each start", lambda: open_data("tokens"))
     import torch
 
-    stage = Stage("sft", Params(), Path(os.devnull), "", "")
+    stage = Stage("sft", SimpleNamespace(seed=0), Path(os.devnull), "", "")
     for size in (32, 512):
         order = partial(draw_indices, len(found), 0, size, partial(stage.seed, "order"))
         chosen = measure(f"indices of {size}", order)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 from benchmarks.gpu_steps.records import Step, find_device, measure_seconds
 from benchmarks.gpu_steps.training import choose_shape, make_documents, make_trainer, write_model
@@ -16,7 +17,7 @@ def measure_allocated() -> int:
 
 
 def run(step: Step) -> None:
-    from tuneloop.core.component import Params, Stage
+    from tuneloop.core.component import Stage
     from tuneloop.formats.token_files import Document
     from tuneloop.stages.sft import train_step
     from tuneloop.training.epochs import prepare_step
@@ -24,7 +25,7 @@ def run(step: Step) -> None:
     model = write_model(step.work / "model", step.small)
     data = make_documents(16, choose_shape(step.small)["vocab_size"])
     documents = [Document(ids, [t >= prompt for t in range(len(ids))]) for ids, prompt in data]
-    stage = Stage("sft", Params(), Path(os.devnull), "", "")
+    stage = Stage("sft", SimpleNamespace(seed=0), Path(os.devnull), "", "")
     sleeper = make_trainer(model)
     other = make_trainer(model)
 

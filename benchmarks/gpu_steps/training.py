@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.gpu_steps.records import (
@@ -89,14 +90,14 @@ def train_ours(
     step: Step, model: Path, data: Documents, name: str, steps: int, batch: int, micro: int
 ) -> None:
     """Record our steps in one layout, on the same batches, laid out before the clock starts."""
-    from tuneloop.core.component import Params, Stage
+    from tuneloop.core.component import Stage
     from tuneloop.formats.token_files import Document
     from tuneloop.stages.sft import train_step
     from tuneloop.training.epochs import prepare_step
 
     release_memory()
     trainer = make_trainer(model, **LAYOUTS[name])
-    stage = Stage("sft", Params(), Path(os.devnull), "", "")
+    stage = Stage("sft", SimpleNamespace(seed=0), Path(os.devnull), "", "")
     documents = [Document(ids, [t >= prompt for t in range(len(ids))]) for ids, prompt in data]
     batches = len(documents) // batch
     timings = []
@@ -223,14 +224,14 @@ def profile_step(step: Step, model: Path, data: Documents, batch: int, micro: in
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    from tuneloop.core.component import Params, Stage
+    from tuneloop.core.component import Stage
     from tuneloop.formats.token_files import Document
     from tuneloop.stages.sft import train_step
     from tuneloop.training.epochs import prepare_step
 
     release_memory()
     trainer = make_trainer(model, **LAYOUTS["varlen"])
-    stage = Stage("sft", Params(), Path(os.devnull), "", "")
+    stage = Stage("sft", SimpleNamespace(seed=0), Path(os.devnull), "", "")
     documents = [Document(ids, [t >= prompt for t in range(len(ids))]) for ids, prompt in data]
     prepared = prepare_step(trainer, lambda i: [documents[i]], range(batch), micro)
     for _ in range(2):

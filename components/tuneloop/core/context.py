@@ -114,10 +114,17 @@ class Stage(Generic[StageParams]):
 
     def seed(self, purpose: str, *index: int | str) -> int:
         """Derive the seed of a named stream, from the stage's ``seed`` parameter (and
-        ``iteration``, if it has one).
+        ``iteration``, which is 0 for a stage outside a loop).
+
+        Raises:
+            LookupError: the stage has no parameter ``seed``: every run would draw the same.
         """
         params = vars(self.params)
-        return derive_seed(params.get("seed", 0), purpose, params.get("iteration", 0), *index)
+        if "seed" not in params:
+            raise LookupError(
+                f"{self.name}: a stage that draws random numbers needs a parameter `seed`"
+            )
+        return derive_seed(params["seed"], purpose, params.get("iteration", 0), *index)
 
     def metric(self, step: int, **values: float) -> None:
         """Append one row to ``metrics.jsonl``.

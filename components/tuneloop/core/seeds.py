@@ -26,11 +26,13 @@ def derive_seed(seed: int, purpose: str, *index: int | str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def draw_indices(count: int, start: int, size: int, seed: Callable[[int], int]) -> list[int]:
+def draw_indices(
+    count: int, start: int, size: int, seed_of_epoch: Callable[[int], int]
+) -> list[int]:
     """Draw the indices `start` … `start + size - 1` of an endless stream of epochs over `count`.
 
     Args:
-        seed: returns the seed of an epoch, from 0.
+        seed_of_epoch: returns the seed of an epoch, from its number, from 0.
 
     >>> sorted(draw_indices(6, 0, 3, abs) + draw_indices(6, 3, 3, abs))
     [0, 1, 2, 3, 4, 5]
@@ -38,7 +40,7 @@ def draw_indices(count: int, start: int, size: int, seed: Callable[[int], int]) 
     indices: list[int] = []
     for position in range(start, start + size):
         epoch, offset = divmod(position, count)
-        indices.append(permute_index(offset, count, seed(epoch)))
+        indices.append(permute_index(offset, count, seed_of_epoch(epoch)))
     return indices
 
 

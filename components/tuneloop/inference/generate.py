@@ -251,12 +251,14 @@ def _sample(
         stage.check_stop()
         bar.update(count)
 
-    seed = functools.partial(stage.seed, "sample")
+    seed_of_sample = functools.partial(stage.seed, "sample")
     with stage.timed("generate"):
         if job.rounds:
             # A round that mixes versions must not be carried on.
             check = functools.partial(measure_staleness, policy, bound=bound)
-            return job.rounds.grow_completions(engine, requests, sampling, seed, check, done)
+            return job.rounds.grow_completions(
+                engine, requests, sampling, seed_of_sample, check, done
+            )
         if job.options.environment is None:
             return engine.generate(requests, sampling, done)
         return play_episodes(
@@ -266,7 +268,7 @@ def _sample(
             requests,
             sampling,
             tokenizer,
-            seed,
+            seed_of_sample,
             done,
         )
 

@@ -152,7 +152,7 @@ def play_episodes(
     requests: Sequence[Request],
     sampling: Sampling,
     tokenizer: Any,
-    seed: Callable[[str, int], int],
+    seed_of_turn: Callable[[str, int], int],
     done: Callable[[int], None],
 ) -> list[list[Episode]]:
     """Play episodes, and return them in the order of `requests` and of their seeds.
@@ -169,7 +169,8 @@ def play_episodes(
         requests: the first turns.
         sampling: of one turn.
         tokenizer: the policy's.
-        seed: called with an episode's name and the number of a later turn.
+        seed_of_turn: returns the seed of a later turn, from the episode's name and the number of
+            turns before it.
         done: called with the number of requests whose episodes have ended.
     """
     groups: list[list[_LiveEpisode]] = []
@@ -201,8 +202,8 @@ def play_episodes(
         turns: list[Request] = []
         for episode in live:
             # With the seed of the turn before, the random stream would repeat.
-            turn_seed = seed(episode.id, episode.turns)
-            turns.append(Request(episode.id, episode.prompt + episode.ids, [turn_seed]))
+            seed = seed_of_turn(episode.id, episode.turns)
+            turns.append(Request(episode.id, episode.prompt + episode.ids, [seed]))
         answers = engine.generate(turns, sampling, report_progress)
         for episode, (completion,) in zip(live, answers):
             episode.add_turn(completion)

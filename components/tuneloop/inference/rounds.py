@@ -49,7 +49,7 @@ class Rounds:
         engine: Engine,
         requests: Sequence[Request],
         sampling: Sampling,
-        seed: Callable[[str, int], int],
+        seed_of_length: Callable[[str, int], int],
         check: Callable[[Sequence[Sequence[Completion]]], object],
         done: Callable[[int], None],
     ) -> list[list[Completion]]:
@@ -59,7 +59,8 @@ class Rounds:
             engine: serves the policy.
             requests: one for each group, of unfinished groups too.
             sampling: of whole completions; a round takes fewer tokens.
-            seed: called with the name and the length of a completion that continues.
+            seed_of_length: returns the seed of a completion that continues, from its name and the
+                number of its tokens so far.
             check: called with the new part of each completion after a round.
             done: called with the number of groups that have ended.
 
@@ -80,7 +81,7 @@ class Rounds:
             done(ended)
 
         while True:
-            parts, targets = _list_live(requests, groups, sampling.max_tokens, seed)
+            parts, targets = _list_live(requests, groups, sampling.max_tokens, seed_of_length)
             limited = replace(sampling, max_tokens=self.size)
             answers = engine.generate(parts, limited, report_progress)
             check(answers)
@@ -143,7 +144,7 @@ def _list_live(
     requests: Sequence[Request],
     groups: Sequence[Sequence[Completion]],
     max_tokens: int,
-    seed: Callable[[str, int], int],
+    seed_of_length: Callable[[str, int], int],
 ) -> tuple[list[Request], list[tuple[int, int]]]:
     """List the requests of a round: one for a new group, one for each completion that continues.
 
@@ -165,6 +166,6 @@ def _list_live(
             ids = completion.ids
             name = request_id(request.id, sample)
             # With the first seed the random stream of the earlier tokens would repeat.
-            part = Request(name, request.prompt_ids + ids, [seed(name, len(ids))])
-            parts.append(part)
+            seed = seed_of_length(name, len(ids))
+            parts.append(Request(name, request.prompt_ids + ids, [seed]))
     return parts, targets

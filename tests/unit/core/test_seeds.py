@@ -1,11 +1,15 @@
 """A keyed permutation: every place once, and no pattern that a shuffle has not."""
 
 import itertools
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
-from tuneloop.core.seeds import permute_index
+from tuneloop.core.context import Stage
+from tuneloop.core.seeds import derive_seed, permute_index
 
 
 @given(st.integers(1, 300), st.integers(0, 2**63 - 1))
@@ -35,3 +39,16 @@ def test_neighbours_part() -> None:
     steps = [b - a for order in orders for a, b in itertools.pairwise(order)]
     assert all(steps.count(step) < 60 for step in range(-40, 41))
     assert len({tuple(order) for order in orders}) == 20
+
+
+def test_a_stage_draws_by_its_own_seed(tmp_path: Path) -> None:
+    class Unseeded(BaseModel):
+        iteration: int = 3
+
+    class Seeded(Unseeded):
+        seed: int = 7
+
+    stage = Stage("rollout", Seeded(), tmp_path, str(tmp_path), "a")
+    assert stage.seed("sample", "i0") == derive_seed(7, "sample", 3, "i0")
+    with pytest.raises(LookupError, match=r"rollout: .* needs a parameter `seed`"):
+        Stage("rollout", Unseeded(), tmp_path, str(tmp_path), "a").seed("sample")

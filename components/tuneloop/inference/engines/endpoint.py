@@ -176,7 +176,11 @@ class Partial:
     def derive_next_seed(self) -> int:
         """Derive the seed of a request that continues from here.
 
-        With the first seed its random stream would repeat.
+        With the first seed its random stream would repeat. A stage names the seeds of its own
+        continuations in another way (`Stage.seed`, by the completion's name); an engine is given
+        no name, only the first seed. That is harmless: this seed is one of a stage's already, of
+        63 bits, so the two streams are the same only if SHA-256 collides. And it is used only
+        after a loss, at a length that no seed decides.
         """
         if not self.ids:
             return self.seed
