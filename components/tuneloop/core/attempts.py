@@ -4,8 +4,8 @@ clock.
 A workflow engine starts a pod again because of how it ended (`tuneloop.core.ends`), and cannot see
 whether that helps. So the next attempt is told how the last one ended (`LAST_END`) and its own
 number (`ATTEMPT`). It reads the record that the previous attempt left below its output, and gives
-up once more than `BUDGET` counted attempts in a row have made no progress: no commit, no new resume
-point, no answered request. A first attempt reads and writes nothing.
+up once a budget of the table is used up: too many attempts in a row have made no progress, that is
+no commit, no new resume point, no answered request. A first attempt reads and writes nothing.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pydantic import BaseModel, ValidationError
 
 from tuneloop.core.ends import (
-    AWAY,
     AWAY_BUDGET,
     BUDGET,
     FOR_NOW,
-    MEMORY,
+    MEMORY_BUDGET,
     NO_EXIT_CODE,
+    RETRIED_CODES,
     EndClass,
     classify_end,
     describe_exit,
@@ -50,14 +50,17 @@ class Record(BaseModel, frozen=True):
 
     Attributes:
         attempt: the number of the attempt that wrote it, from 0.
-        without_progress: how many attempts in a row counted and made no progress.
-        unavailable: how many in a row ended because a service was unavailable.
+        without_progress: how many attempts without progress ended in classes of `BUDGET`.
+        unavailable: how many in a row ended in a class of `AWAY_BUDGET`.
+        out_of_memory: how many without progress ended in a class of `MEMORY_BUDGET`; other ends
+            between them use nothing up.
         progress: what was reached, such as the names of resume points.
     """
 
     attempt: int
     without_progress: int = 0
     unavailable: int = 0
+    out_of_memory: int = 0
     progress: str
 
     def add(self, end: EndClass, progress: str) -> "Record":
@@ -68,15 +71,17 @@ class Record(BaseModel, frozen=True):
         previous = Record(attempt=0, progress=progress) if has_progressed else self
         return Record(
             attempt=self.attempt + 1,
-            without_progress=previous.without_progress + end.counts,
-            unavailable=previous.unavailable + 1 if end is AWAY else 0,
+            without_progress=previous.without_progress + (end.budget is BUDGET),
+            unavailable=previous.unavailable + 1 if end.budget is AWAY_BUDGET else 0,
+            out_of_memory=previous.out_of_memory + (end.budget is MEMORY_BUDGET),
             progress=progress,
         )
 
     @property
     def is_used_up(self) -> bool:
-        """Whether no further attempt is allowed."""
-        return self.without_progress > BUDGET or self.unavailable > AWAY_BUDGET
+        """Whether no further attempt is allowed; of memory, `check_more_memory` says it."""
+        is_away_too_long = self.unavailable > AWAY_BUDGET.limit
+        return self.without_progress > BUDGET.limit or is_away_too_long
 
 
 def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
@@ -86,9 +91,8 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
         read_progress: names what was reached so far, such as resume points; a change is progress.
 
     Raises:
-        Exhausted: more than `BUDGET` attempts in a row (`AWAY_BUDGET` if a service is unavailable)
-            made no progress.
-        UserError: the last one ran out of memory and this one has no more.
+        Exhausted: a budget is used up, or the class of the last end is not retried.
+        UserError: the last one ran out of memory and there is no higher limit.
     """
     number = read_attempt()
     if number < 1:
@@ -103,23 +107,46 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
         message = ending
     # The pods of a JobSet are not told how the last attempt ended.
     end = classify_end(phase, code, message) if LAST_END in os.environ else FOR_NOW
-    if end is MEMORY:
-        check_more_memory(number)
+    last_end = f"{end.name}, {describe_exit(code, message)}"
+    check_retried(end, code, last_end)
     progress = read_progress()
     record = read_record(store, number - 1, progress).add(end, progress)
+    if end.budget is MEMORY_BUDGET:
+        check_more_memory(record)
     if record.is_used_up:
         count = max(record.without_progress, record.unavailable)
-        last_end = f"{end.name}, {describe_exit(code, message)}"
         raise Exhausted(
             f"{count} attempts in a row ended without progress; the last one: {last_end}"
         )
     store.put(RECORD, record.model_dump_json().encode())
 
 
-def check_more_memory(number: int) -> None:
-    """Check that attempt `number`, after one that ran out of memory, has more than that one had.
+def check_retried(end: EndClass, code: int, last_end: str) -> None:
+    """Check that the class of the last end is retried, where its exit code is.
 
-    Raises UserError if it has not.
+    Argo and a JobSet start a pod again for a code that classes share; its own class is known here.
+
+    Args:
+        end: the class.
+        code: of the last attempt.
+        last_end: the end in words.
+
+    Raises:
+        Exhausted: it is not.
+    """
+    if not end.is_retried and code in RETRIED_CODES:
+        raise Exhausted(f"the last attempt's end is not tried again: {last_end}")
+
+
+def check_more_memory(record: Record) -> None:
+    """Check that an attempt after one that ran out of memory has a higher limit, and that no
+    other has run out of it since the last progress.
+
+    Args:
+        record: with the last attempt.
+
+    Raises:
+        UserError: there is no higher limit, or it was not enough.
     """
     limit = os.environ.get(MORE_MEMORY)
     if not limit:
@@ -129,8 +156,7 @@ def check_more_memory(number: int) -> None:
             "the last attempt ran out of memory; set a higher cluster.ROLE.memory, or "
             "memory_on_retry there, the limit of attempts after the first (docs/ends.md)",
         )
-    # All attempts but the first have the higher limit.
-    if MEMORY.max_attempts is not None and number > MEMORY.max_attempts:
+    if record.out_of_memory > MEMORY_BUDGET.limit:
         raise UserError("memory_on_retry", limit, "was not enough either; set a higher one")
 
 

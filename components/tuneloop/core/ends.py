@@ -1,11 +1,18 @@
 """How a pod can end, as one table.
 
-Argo's expression, the local executor, the docs and the messages are made from it. An attempt ends
-in a class (`END_CLASSES`). The class says which exit codes it has, whether the pod is started
-again, how often at most, and whether the attempt counts against the budget of attempts without
-progress (`tuneloop.core.attempts`). From it come the `retryStrategy` of Argo's pods, the failure
-policy of a JobSet, the ends that a task of Kubeflow Pipelines repeats in its own process, and the
-rule for memory. No clock decides.
+An attempt ends in a class (`END_CLASSES`). The class says which exit codes it has, whether the pod
+is started again, and on which budget of attempts it counts. From these fields are made:
+
+- the ``retryStrategy`` of Argo's pods, which the local executor evaluates, too
+  (`build_retry_expression`): it sees phase, exit code and number of the attempt;
+- the failure policy of a JobSet (`RETRIED_CODES`), which sees the exit code alone;
+- what the next attempt of a stage or a server does (`tuneloop.core.attempts.admit_attempt`): it
+  sees the message, too, counts, and refuses to go on;
+- the ends after which a task of Kubeflow Pipelines repeats its stage in its own process
+  (`EndClass.is_repeated_in_process`);
+- the table of docs/ends.md.
+
+No clock decides.
 
 Sources: how Argo 3.7 reports an end, ``workflow/controller/operator.go`` (``inferFailedReason``,
 ``assessNodeStatus``, ``processNodeRetries``); exit code 128 + n for signal n, POSIX.1 ``sh``; 75 is
@@ -14,7 +21,7 @@ Sources: how Argo 3.7 reports an end, ``workflow/controller/operator.go`` (``inf
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tuneloop.core import errors
@@ -49,17 +56,29 @@ DELETED = "pod deleted"
 """Argo's message of a pod that was evicted or preempted."""
 _EVICTION = f"{DELETED}|exit code 1(37|43)"
 """Matches the messages of Argo's errors that are evictions."""
-BUDGET = 3
-"""The number of new attempts in a row that are allowed without progress; ends that do not count are
-not limited."""
-AWAY_BUDGET = 100
-"""The number of new attempts in a row that are allowed while a service is unavailable: with their
-waits, hours."""
-MOST_ENGINE_ERRORS = 20
-"""Attempts after which an error of the engine itself ends the run: a pod that cannot be started may
-never be."""
-MOST_KILLS_OF_A_STEP = 3
-"""Attempts after which a signal ends a small step, which has no output to keep a budget at."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A number of attempts, which the classes of ends share that count on it.
+
+    `tuneloop.core.attempts.Record` has the count of each budget.
+
+    Attributes:
+        limit: how many attempts in a row may follow on such ends without progress.
+        rule: the same in words.
+    """
+
+    limit: int
+    rule: str
+
+
+BUDGET = Budget(3, "within the budget")
+"""Of ends that may come from the stage itself."""
+AWAY_BUDGET = Budget(100, "100 times in a row without progress")
+"""Of ends because a service is unavailable: with the waits of attempts, hours."""
+MEMORY_BUDGET = Budget(1, "once without progress")
+"""Of ends for want of memory."""
 
 
 @dataclass(frozen=True)
@@ -68,111 +87,164 @@ class EndClass:
 
     Attributes:
         name: in messages and docs.
-        recognized: how it is recognized, in words.
-        retried: whether and how often it is started again, in words.
-        codes: the exit codes that have this class, unless the message says otherwise.
+        recognized: how `classify_end` recognizes it, in words.
+        codes: the exit codes that it can have where the container has ended. Classes may share a
+            code: a pod is then started again if one of them is retried, and the new attempt
+            refuses to go on if its own class is not.
+        error_pattern: of the messages with which Argo itself ends such a pod; empty: all that no
+            class before it has; None: Argo does not.
         is_retried: whether a stage is started again after it.
-        max_attempts: the most attempts after ends of this class; in a row, for one that counts.
-        counts: whether it counts against the budget of attempts without progress.
+        budget: what such ends count on; None: they are free.
+        first_attempts: of ends by Argo itself: how many attempts of a pod may come before one more
+            is refused, whatever they ended by, as no program counts them. None: any number.
+        first_step_attempts: the same of ends of the container of a small step, which has no output
+            to keep a count at.
+        ends_server: whether a server is not started again either.
+        remark: what the docs say besides.
     """
 
     name: str
     recognized: str
-    retried: str = "no"
     codes: tuple[int, ...] = ()
+    error_pattern: str | None = None
     is_retried: bool = False
-    max_attempts: int | None = None
-    counts: bool = False
+    budget: Budget | None = None
+    first_attempts: int | None = None
+    first_step_attempts: int | None = None
+    ends_server: bool = False
+    remark: str = ""
+
+    @property
+    def is_repeated_in_process(self) -> bool:
+        """Whether a task of Kubeflow Pipelines repeats its stage after it.
+
+        It does if the process asked for another attempt by its exit code, and no signal ended it.
+        The launcher there turns every exit code into 1, so the retries of Kubeflow Pipelines cannot
+        tell.
+        """
+        return self.is_retried and self.codes == (EXIT_RETRY,)
+
+    def describe_retry(self) -> str:
+        """Describe, for the docs, whether and how often a stage is started again."""
+        if not self.is_retried:
+            rule = "no"
+        elif self.budget is None:
+            rule = "yes, always"
+        else:
+            rule = f"yes, {self.budget.rule}"
+        if self.first_attempts is not None:
+            rule += (
+                f", if it is among the first {self.first_attempts} attempts, "
+                "whatever those before ended by"
+            )
+        return f"{rule}; {self.remark}" if self.remark else rule
 
 
+# The line below each class names the places beside the table where it takes effect.
 SUCCEEDED = EndClass("succeeded", "exit code 0", codes=(0,))
+"""Nothing follows."""
 MISTAKE = EndClass(
     "user's mistake",
     f"exit code {EXIT_USER}",
-    "no; the last line says what to change",
     codes=(EXIT_USER,),
+    ends_server=True,
+    remark="the last line says what to change",
 )
+"""``core/errors.py`` (`UserError`)."""
 NOT_PROMOTED = EndClass(
     errors.NotPromoted.kind,
     f"exit code {errors.EXIT_NOT_PROMOTED}",
-    "no; the last line says why",
     codes=(errors.EXIT_NOT_PROMOTED,),
+    remark="the last line says why",
 )
+"""``core/errors.py`` (`NotPromoted`)."""
 INTERRUPTION = EndClass(
     INTERRUPTED,
     f"exit code {TERMINATED}, or {EXIT_RETRY} after SIGTERM",
-    "yes, always",
-    codes=(TERMINATED,),
+    codes=(TERMINATED, EXIT_RETRY),
     is_retried=True,
 )
+"""``core/errors.py`` (`Interrupted`), ``core/context.py`` (`Stage.check_stop`)."""
 AWAY = EndClass(
     UNAVAILABLE,
     f"exit code {EXIT_RETRY}, "
     "a store, a server, a device lease or another process of the stage is away",
-    f"yes, {AWAY_BUDGET} times in a row without progress",
+    codes=(EXIT_RETRY,),
     is_retried=True,
-    max_attempts=AWAY_BUDGET,
+    budget=AWAY_BUDGET,
 )
+"""``core/errors.py`` (`Unavailable`), ``core/attempts.py`` (`wait_before_ending`)."""
 FOR_NOW = EndClass(
     FAILED_FOR_NOW,
     f"exit code {EXIT_RETRY}, for another cause that may pass",
-    "yes, within the budget",
     codes=(EXIT_RETRY,),
     is_retried=True,
-    max_attempts=BUDGET,
-    counts=True,
+    budget=BUDGET,
 )
+"""``core/errors.py`` (`Retryable`); `admit_attempt` takes it where it is not told of the end."""
 EVICTED = EndClass(
     "evicted or preempted",
     f"phase Error, message `{DELETED}`, "
     f"or exit code {128 + signal.SIGKILL} or {TERMINATED} of Argo's own containers; "
     "phase Failed with the kubelet's message in place of the container's",
-    "yes, always",
+    codes=KILLED,
+    error_pattern=_EVICTION,
     is_retried=True,
 )
+"""Nowhere else: the message is Argo's or the kubelet's."""
 ENGINE = EndClass(
     "workflow engine error",
     "phase Error, another message: the pod could not be started, or its outputs not be read",
-    f"yes, if it is among the first {MOST_ENGINE_ERRORS} attempts, whatever those before ended by",
+    error_pattern="",
     is_retried=True,
-    max_attempts=MOST_ENGINE_ERRORS,
-    counts=True,
+    budget=BUDGET,
+    # A pod that cannot be started may never be.
+    first_attempts=20,
 )
+"""Nowhere else: the message is Argo's."""
 REJECTED = EndClass(
     "rejected by the node",
     f"phase Failed without a container (Argo's exit code {NO_EXIT_CODE})",
-    "yes, always",
     codes=(NO_EXIT_CODE,),
     is_retried=True,
 )
+"""``local/results.py`` and ``runs/stages.py`` (`NO_EXIT_CODE`); a JobSet sees no exit code of it."""
 MEMORY = EndClass(
     "out of memory",
     f"reason {OUT_OF_MEMORY}",
-    "once, with `memory_on_retry` of its role; without that no, and the message says what to set",
+    codes=(128 + signal.SIGKILL,),
     is_retried=True,
-    max_attempts=1,
+    budget=MEMORY_BUDGET,
+    remark="it needs `memory_on_retry` of its role, and without that the message says what to set",
 )
+"""``core/attempts.py`` (`check_more_memory`); ``argo/pod_fields.py`` (`retried_pod_fields`) gives
+all attempts but the first the higher limit; ``workflow/settings.py`` (`check_one_memory_limit`)
+refuses it for JobSets and Kubeflow Pipelines."""
 KILL = EndClass(
     "killed by a signal",
     f"exit code {', '.join(map(str, KILLED))}",
-    "yes, within the budget",
     codes=KILLED,
     is_retried=True,
-    max_attempts=BUDGET,
-    counts=True,
+    budget=BUDGET,
+    first_step_attempts=3,
 )
+"""Nowhere else: the program cannot say it."""
 GAVE_UP = EndClass(
     "gave up",
     f"exit code {EXIT_GAVE_UP}",
-    "no; the budget of attempts without progress is used up",
     codes=(EXIT_GAVE_UP,),
+    ends_server=True,
+    remark="the budget of attempts without progress is used up",
 )
+"""``core/attempts.py`` (`admit_attempt` raises `Exhausted`)."""
 BUG = EndClass(
     "bug",
     "any other exit code",
-    "no, the log has the traceback; a server: yes, within the budget",
-    counts=True,
+    # Of a server: a stage is not started again.
+    budget=BUDGET,
+    remark="the log has the traceback; a server: yes, within the budget",
 )
+"""``core/errors.py`` (`report_errors` lets the traceback through)."""
 END_CLASSES: tuple[EndClass, ...] = (
     SUCCEEDED,
     MISTAKE,
@@ -188,31 +260,69 @@ END_CLASSES: tuple[EndClass, ...] = (
     GAVE_UP,
     BUG,
 )
-# An exit code without another sign stands for the class that names it.
+"""All classes. Of those that share an exit code, the last one stands for it without another sign."""
 _CLASS_BY_CODE = {code: end for end in END_CLASSES for code in end.codes}
-RETRIED_CODES = sorted(code for code, end in _CLASS_BY_CODE.items() if end.is_retried)
-"""Exit codes after which a stage is started again, a pod by Argo and all pods of a JobSet by its
-failure policy."""
-# These do not count, so a small step needs no budget for them.
-_FREE_CODES = [code for code in RETRIED_CODES if code not in KILL.codes]
-# What Argo's expressions may ask of the last attempt (fields of a retry strategy's `lastRetry`).
 _FAILED = "lastRetry.status == 'Failed'"
 _CODE = "asInt(lastRetry.exitCode)"
-_RETRIED_ERROR = (
-    f"(lastRetry.status == 'Error' && "
-    f"(lastRetry.message matches '{_EVICTION}' || asInt(retries) < {ENGINE.max_attempts}))"
-)
-RETRY_STAGE = f"{_RETRIED_ERROR} || ({_FAILED} && {_CODE} in {RETRIED_CODES})"
-"""Argo's ``retryStrategy.expression`` of a stage: the table, for what Argo can see."""
-RETRY_STEP = (
-    f"{_RETRIED_ERROR} || ({_FAILED} && ({_CODE} in {_FREE_CODES} "
-    f"|| {_CODE} in {list(KILL.codes)} && asInt(retries) < {MOST_KILLS_OF_A_STEP}))"
-)
-"""``retryStrategy.expression`` of a small step (a launcher, a continuation): it has no output to
-keep a budget at."""
-RETRY_SERVER = f"{_RETRIED_ERROR} || ({_FAILED} && !({_CODE} in [{EXIT_USER}, {EXIT_GAVE_UP}]))"
-"""``retryStrategy.expression`` of a server, which is started again unless the user erred or its
-budget is used up."""
+
+
+def list_retried_codes(classes: Sequence[EndClass]) -> list[int]:
+    """List the exit codes after which a pod is started again."""
+    return sorted({code for end in classes if end.is_retried for code in end.codes})
+
+
+def build_retry_expression(classes: Sequence[EndClass], *, is_step: bool = False) -> str:
+    """Build Argo's ``retryStrategy.expression`` of a stage.
+
+    Args:
+        classes: the table.
+        is_step: whether it is of a small step (a launcher, a continuation), which keeps no count:
+            `first_step_attempts` limits its attempts.
+    """
+    limits: dict[int, list[int]] = {}
+    for end in classes:
+        if is_step and end.is_retried and end.first_step_attempts is not None:
+            limits.setdefault(end.first_step_attempts, []).extend(end.codes)
+    limited_codes = {code for codes in limits.values() for code in codes}
+    free_codes = [code for code in list_retried_codes(classes) if code not in limited_codes]
+    terms = [f"{_CODE} in {free_codes}"]
+    for limit, codes in limits.items():
+        terms.append(f"{_CODE} in {sorted(codes)} && asInt(retries) < {limit}")
+    condition = " || ".join(terms)
+    if len(terms) > 1:
+        condition = f"({condition})"
+    return f"{_build_error_condition(classes)} || ({_FAILED} && {condition})"
+
+
+def build_server_expression(classes: Sequence[EndClass]) -> str:
+    """Build Argo's ``retryStrategy.expression`` of a server, which is started again unless the
+    user erred or its budget is used up.
+    """
+    final_codes = [code for end in classes if end.ends_server for code in end.codes]
+    return f"{_build_error_condition(classes)} || ({_FAILED} && !({_CODE} in {final_codes}))"
+
+
+def _build_error_condition(classes: Sequence[EndClass]) -> str:
+    """Build the condition on which a pod that Argo itself ended is started again."""
+    terms: list[str] = []
+    for end in classes:
+        if not end.is_retried or end.error_pattern is None:
+            continue
+        conditions: list[str] = []
+        if end.error_pattern:
+            conditions.append(f"lastRetry.message matches '{end.error_pattern}'")
+        if end.first_attempts is not None:
+            conditions.append(f"asInt(retries) < {end.first_attempts}")
+        terms.append(" && ".join(conditions) or "true")
+    return f"(lastRetry.status == 'Error' && ({' || '.join(terms) or 'false'}))"
+
+
+RETRIED_CODES = list_retried_codes(END_CLASSES)
+"""Exit codes after which a pod is started again by Argo, and all pods of a JobSet by its failure
+policy."""
+RETRY_STAGE = build_retry_expression(END_CLASSES)
+RETRY_STEP = build_retry_expression(END_CLASSES, is_step=True)
+RETRY_SERVER = build_server_expression(END_CLASSES)
 
 
 def classify_end(phase: str, code: int, message: str) -> EndClass:
@@ -224,7 +334,9 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
         message: of Argo's node, or the last line of the process.
     """
     if phase == "Error":
-        return EVICTED if re.search(_EVICTION, message) else ENGINE
+        for end in END_CLASSES:
+            if end.error_pattern is not None and re.search(end.error_pattern, message):
+                return end
     # This is what Argo passes on for a pod that never had a container.
     if phase == "Failed" and code == 0:
         return REJECTED
@@ -237,18 +349,9 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
     if code != 0 and OUT_OF_MEMORY in message:
         return MEMORY
     # The kubelet's message, such as that the node is low on memory, stands for the container's.
-    if code in KILLED and message and "exit code" not in message:
+    if code in EVICTED.codes and message and "exit code" not in message:
         return EVICTED
     return _CLASS_BY_CODE.get(code, BUG)
-
-
-def is_repeated_in_process(code: int, end: EndClass) -> bool:
-    """Return whether a task of Kubeflow Pipelines repeats its stage after this end.
-
-    It does if the stage ended by itself, and not because it was told to. The launcher there turns
-    every exit code into 1, so the retries of Kubeflow Pipelines cannot tell.
-    """
-    return code in FOR_NOW.codes and end is not INTERRUPTION
 
 
 def strip_exit(message: str) -> str:

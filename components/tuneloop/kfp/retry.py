@@ -2,7 +2,8 @@
 
 KFP's launcher turns every exit code into 1, so KFP cannot tell a temporary failure (75) from the
 user's mistake (2). A stage that ends with 75 by itself is run again within the same budget as on
-Argo (`tuneloop.core.attempts`); one that was told to end is not.
+Argo (`tuneloop.core.attempts`); one that was told to end is not. Which ends these are, the table says:
+`tuneloop.core.ends.EndClass.is_repeated_in_process`.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from tuneloop.core.artifacts import dump_checked_json
 from tuneloop.core.attempts import FAILURE, Record
-from tuneloop.core.ends import classify_end, is_repeated_in_process
+from tuneloop.core.ends import classify_end
 from tuneloop.core.errors import (
     TERMINATION_LOG,
     Retryable,
@@ -59,7 +60,7 @@ def retry_in_process(
         while True:
             code, line = _run_and_read_line(run)
             end = classify_end("Failed", code, line)
-            if not is_repeated_in_process(code, end) or stopped.is_set():
+            if not end.is_repeated_in_process or stopped.is_set():
                 break
             progress = record.progress
             # Perhaps the store is the unavailable service.

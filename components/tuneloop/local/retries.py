@@ -1,7 +1,8 @@
 """Retries of a local run: policy, limit, backoff and expression.
 
 They are read as the Argo controller 3.7 reads them (``processNodeRetries`` in
-``workflow/controller/operator.go``).
+``workflow/controller/operator.go``). After which ends a pod is started again is not decided here: the
+expression is rendered from `tuneloop.core.ends`.
 """
 
 import threading
@@ -124,7 +125,7 @@ class Attempts:
         died = f"server died: {signal}" if signal else result.message
         # A number above the budget means that the server has answered in between, so that its
         # budget began anew.
-        budget = min(BUDGET, int(self._strategy.get("limit") or BUDGET))
+        budget = min(BUDGET.limit, int(self._strategy.get("limit") or BUDGET.limit))
         count = f"restart {self._number}"
         if self._number <= budget:
             count = f"{self._number} of {budget}"

@@ -46,7 +46,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempts:
 
 
 def test_kills_without_progress_use_up_the_budget(stage: Attempts) -> None:
-    for _ in range(BUDGET):
+    for _ in range(BUDGET.limit):
         stage.next(KILLED)
     told = r"4 attempts in a row ended without progress; the last one: killed by a signal, exit code 139 \(SIGSEGV"
     with pytest.raises(Exhausted, match=told):
@@ -61,7 +61,7 @@ def test_preemptions_are_free(stage: Attempts) -> None:
 
 def test_what_is_away_for_hours_ends_a_stage(stage: Attempts) -> None:
     away = "Failed 75 exit code 75: unavailable: store: s3://bucket: error sending request"
-    for _ in range(AWAY_BUDGET):
+    for _ in range(AWAY_BUDGET.limit):
         stage.next(away)
     with pytest.raises(Exhausted, match="101 attempts in a row"):
         stage.next(away)
@@ -70,7 +70,7 @@ def test_what_is_away_for_hours_ends_a_stage(stage: Attempts) -> None:
 def test_progress_gives_the_whole_budget_back(stage: Attempts) -> None:
     for step in range(20):
         stage.next(KILLED, f"{step:08d}")
-    for _ in range(BUDGET - 1):
+    for _ in range(BUDGET.limit - 1):
         stage.next(KILLED, "19")
     stage.next(KILLED, "19")  # the first of these was another text
     with pytest.raises(Exhausted):
@@ -79,7 +79,7 @@ def test_progress_gives_the_whole_budget_back(stage: Attempts) -> None:
 
 def test_free_ends_between_do_not_give_it_back(stage: Attempts) -> None:
     with pytest.raises(Exhausted):
-        for _ in range(BUDGET + 1):
+        for _ in range(BUDGET.limit + 1):
             stage.next(KILLED)
             stage.next(DELETED)
 
@@ -87,7 +87,7 @@ def test_free_ends_between_do_not_give_it_back(stage: Attempts) -> None:
 def test_a_job_that_says_nothing_of_its_ends_counts_them_all(stage: Attempts) -> None:
     """A JobSet starts its pods again, and they know only how often."""
     with pytest.raises(Exhausted, match="failed for now"):
-        for _ in range(BUDGET + 1):
+        for _ in range(BUDGET.limit + 1):
             stage.next(None)
 
 
@@ -101,10 +101,10 @@ def test_a_first_attempt_leaves_nothing_and_reads_nothing(stage: Attempts) -> No
 
 
 def test_a_record_of_an_earlier_session_is_not_this_ones(stage: Attempts) -> None:
-    for _ in range(BUDGET):
+    for _ in range(BUDGET.limit):
         stage.next(KILLED)
     stage.number = 0
-    for _ in range(BUDGET):
+    for _ in range(BUDGET.limit):
         stage.next(KILLED)
 
 
@@ -122,9 +122,24 @@ def test_out_of_memory_is_tried_once_with_more(
         stage.next(OUT_OF_MEMORY)
 
 
+def test_other_ends_do_not_use_up_the_attempt_with_more_memory(
+    stage: Attempts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MORE_MEMORY, "8Gi")
+    stage.next(DELETED)
+    stage.next(DELETED)
+    stage.next(OUT_OF_MEMORY)
+    stage.next(DELETED)
+    # What was reached since then is progress, which gives this budget back, too.
+    stage.next(OUT_OF_MEMORY, "00000008")
+    stage.next(KILLED, "00000008")
+    with pytest.raises(UserError, match=r"memory_on_retry: '8Gi': was not enough either"):
+        stage.next(OUT_OF_MEMORY, "00000008")
+
+
 def test_a_server_that_answered_begins_anew(stage: Attempts) -> None:
     for _ in range(10):
-        for _ in range(BUDGET):
+        for _ in range(BUDGET.limit):
             stage.next("Failed 101 main: Error (exit code 101)")
         record_progress(stage.store)
 
@@ -140,10 +155,10 @@ def test_a_stage_gives_up_with_its_own_exit_code(
     resume = tmp_path / "out" / "resume"
     resume.mkdir(parents=True)
     (resume / RECORD).write_text(
-        Record(attempt=BUDGET, without_progress=BUDGET, progress="").model_dump_json()
+        Record(attempt=BUDGET.limit, without_progress=BUDGET.limit, progress="").model_dump_json()
     )
     argv = ["--checkpoint", str(tmp_path / "out")]
-    monkeypatch.setenv(ATTEMPT, str(BUDGET + 1))
+    monkeypatch.setenv(ATTEMPT, str(BUDGET.limit + 1))
     assert toy.sft.run(argv) == 70
     assert words.read_text().startswith("gave up: 4 attempts in a row ended without progress")
     assert "gave up: 4 attempts" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """One table of ends: what Argo's expression does, what the next attempt is told, and what the docs say."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.unit.local.making import dag, named, run, shell, task
 from tuneloop.config.loading import find_pipeline, list_pipelines
+from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY, admit_attempt, check_retried
 from tuneloop.core.ends import (
     AWAY,
     BUG,
@@ -27,10 +29,17 @@ from tuneloop.core.ends import (
     RETRY_STEP,
     SUCCEEDED,
     EndClass,
+    build_retry_expression,
     classify_end,
     describe_exit,
 )
-from tuneloop.core.errors import TERMINATION_LOG, write_termination_message
+from tuneloop.core.errors import (
+    TERMINATION_LOG,
+    Exhausted,
+    UserError,
+    write_termination_message,
+)
+from tuneloop.core.store import Store
 from tuneloop.local.results import Result
 from tuneloop.local.retries import _pause, _refusal
 from tuneloop.workflow import expressions
@@ -92,19 +101,62 @@ def test_an_end_has_a_class_and_argo_does_what_the_class_says(
     assert classify_end(phase, code, message) is end
     if end is SUCCEEDED:
         return
-    last = {
+    last = last_retry(phase, code, message)
+    assert expressions.evaluate_boolean(RETRY_STAGE, last) == end.is_retried
+    assert expressions.evaluate_boolean(RETRY_SERVER, last) == (not end.ends_server)
+
+
+def last_retry(phase: str, code: int, message: str) -> dict[str, str]:
+    """The tags of a first attempt's end, for an expression."""
+    return {
         "lastRetry.status": phase,
-        "lastRetry.exitCode": str(code),
+        # Argo passes on 0 for a pod that never had a container, and the expression reads -1.
+        "lastRetry.exitCode": str(code or -1),
         "lastRetry.message": message,
         "retries": "0",
     }
-    # A stage that ran out of memory is started once more in any case: it says what to set if it has no more of it.
-    if code == 0:
-        last["lastRetry.exitCode"] = "-1"  # which the expression reads for it
-    assert expressions.evaluate_boolean(RETRY_STAGE, last) == (
-        end not in (MISTAKE, NOT_PROMOTED, GAVE_UP, BUG)
-    )
-    assert expressions.evaluate_boolean(RETRY_SERVER, last) == (end not in (MISTAKE, GAVE_UP))
+
+
+RETRIED = [row for row in ENDS if row[3].is_retried]
+
+
+@pytest.mark.parametrize(("phase", "code", "message", "end"), RETRIED)
+def test_a_class_that_is_not_retried_is_started_by_nobody(
+    phase: str, code: int, message: str, end: EndClass
+) -> None:
+    """Its field decides: in Argo's expression, or, where another class has its code, in the next attempt."""
+    refused = replace(end, is_retried=False)
+    classes = [refused if other is end else other for other in END_CLASSES]
+    if expressions.evaluate_boolean(
+        build_retry_expression(classes), last_retry(phase, code, message)
+    ):
+        with pytest.raises(Exhausted, match=end.name):
+            check_retried(refused, code, f"{end.name}, {message}")
+    check_retried(end, code, message)
+
+
+@pytest.mark.parametrize(("phase", "code", "message", "end"), RETRIED)
+def test_ends_use_up_the_budget_of_their_class(
+    phase: str,
+    code: int,
+    message: str,
+    end: EndClass,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(MORE_MEMORY, "8Gi")
+    monkeypatch.setenv(LAST_END, f"{phase} {code} {message}")
+    store = Store(str(tmp_path))
+    limit = end.budget.limit if end.budget else 20
+    for number in range(1, limit + 1):
+        monkeypatch.setenv(ATTEMPT, str(number))
+        admit_attempt(store)
+    monkeypatch.setenv(ATTEMPT, str(limit + 1))
+    if end.budget is None:
+        admit_attempt(store)
+    else:
+        with pytest.raises((Exhausted, UserError)):
+            admit_attempt(store)
 
 
 def test_an_error_of_the_engine_ends_a_run_that_never_starts() -> None:
@@ -145,7 +197,7 @@ def test_an_exit_code_is_named() -> None:
 
 def test_the_docs_have_the_table() -> None:
     rows = [("class", "recognized by", "started again"), ("---",) * 3]
-    rows += [(end.name, end.recognized, end.retried) for end in END_CLASSES]
+    rows += [(end.name, end.recognized, end.describe_retry()) for end in END_CLASSES]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     assert table in (DOCS / "ends.md").read_text(), f"the table of docs/ends.md is now\n{table}"
     assert len({end.name for end in END_CLASSES}) == len(END_CLASSES)

@@ -46,13 +46,13 @@ def test_what_may_pass_is_run_again(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_budget_counts_ends_without_progress() -> None:
     program = Program(*[FAILED_FOR_NOW] * 20, 0)
-    assert (program.start(), program.runs) == (EXIT_RETRY, BUDGET + 1)
+    assert (program.start(), program.runs) == (EXIT_RETRY, BUDGET.limit + 1)
     program = Program(*[FAILED_FOR_NOW] * 20, 0, moves=True)
     assert (program.start(), program.runs) == (0, 21)
     program = Program(*[UNAVAILABLE] * 20, 0)
     assert (program.start(), program.runs) == (0, 21)
-    program = Program(*[UNAVAILABLE] * 2 * AWAY_BUDGET, 0)
-    assert (program.start(), program.runs) == (EXIT_RETRY, AWAY_BUDGET + 1), (
+    program = Program(*[UNAVAILABLE] * 2 * AWAY_BUDGET.limit, 0)
+    assert (program.start(), program.runs) == (EXIT_RETRY, AWAY_BUDGET.limit + 1), (
         "what is away is not waited for for ever"
     )
 
