@@ -8,16 +8,18 @@ the best wrong answer, and more than guessing among the answers that it names wo
 import json
 import math
 import os
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from tuneloop import rewards as family
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.core.plugins import list_shipped_variants
+from tuneloop.core.plugins import list_shipped_variants, load_variant
 from tuneloop.data import BadRow
 from tuneloop.data.readers.json_files import index_lines
 from tuneloop.inference.multi_turn import EpisodeOptions
@@ -183,9 +185,12 @@ def _try_all(
         metadata: of the row, as the reward gets it.
     """
     attacks = list(load_attacks(row))
-    # An environment's tools run what the policy writes, in a sandbox of their own.
-    if target != reward:
-        attacks += [_send_to_tool(attack, target) for attack in attacks]
+    # An environment's tool runs what the policy writes, in a sandbox of its own.
+    is_environment = target != reward
+    tool = _find_tool(target) if is_environment else None
+    if tool is not None:
+        name, argument = tool
+        attacks += [_send_to_tool(attack, name, argument) for attack in attacks]
     rows = [
         {
             "answer": str(row["answer"]),
@@ -203,6 +208,8 @@ def _try_all(
             problem = f"does not judge a wrong answer ({outcome.breakdown[reward]})"
             raise UserError(field, target, f"{problem}; begin --data with a row that it can")
         wrong_scores.append(outcome.score)
+    if is_environment and tool is None:
+        print(f"{target}: its module has no TOOL: no tool of it is attacked", file=sys.stderr)
     best_wrong = max(wrong_scores)
     highest = find_reward(reward).high
     for attack, outcome in zip(attacks, outcomes[len(WRONG) :]):
@@ -220,13 +227,23 @@ def _try_all(
         )
 
 
-def _send_to_tool(attack: Attack, tool: str) -> Attack:
-    """Return an attack as the argument of an environment's tool.
+def _find_tool(environment: str) -> tuple[str, str] | None:
+    """Find the name of an environment's tool, and the argument that holds what the policy writes.
 
-    The arguments are those of the tools that ship; a tool that calls its argument otherwise is not
-    attacked until it is added here.
+    Its module states both as ``TOOL``.
+
+    Returns:
+        None if it does not: then only whole turns are attacked.
     """
-    call = json.dumps({"name": tool, "arguments": {"code": attack.text, "expression": attack.text}})
+    create = load_variant("environments", environment)
+    module = create if isinstance(create, ModuleType) else sys.modules[create.__module__]
+    tool: tuple[str, str] | None = vars(module).get("TOOL")
+    return tool
+
+
+def _send_to_tool(attack: Attack, tool: str, argument: str) -> Attack:
+    """Return an attack as the argument of an environment's tool."""
+    call = json.dumps({"name": tool, "arguments": {argument: attack.text}})
     return attack._replace(
         name=f"{attack.name}, to the tool",
         text=f"<tool_call>{call}</tool_call>",

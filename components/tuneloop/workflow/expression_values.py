@@ -33,12 +33,9 @@ def format_json(value: Any) -> str:
         items = ",".join(format_json(item) for item in value)
         return f"[{items}]"
     if isinstance(value, dict):
-        members = ",".join(f"{json.dumps(key)}:{format_json(value[key])}" for key in sorted(value))
+        members = ",".join(f"{format_json(key)}:{format_json(value[key])}" for key in sorted(value))
         return f"{{{members}}}"
-    return json.dumps(
-        value,
-        ensure_ascii=False,
-    )
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _format_float(value: float) -> str:

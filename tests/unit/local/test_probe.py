@@ -1,5 +1,6 @@
 """The collection of attacks, on rewards and environments that judge quickly; tests/local/test_probe.py has others."""
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tuneloop.cli import run_cli
+from tuneloop.core.plugins import list_shipped_variants, load_variant
+from tuneloop.inference.multi_turn import EpisodeOptions
 from tuneloop.local import probe
 
 GUESS = "tests.guess:create_environment"
@@ -130,6 +133,15 @@ def find_endings(
 def test_no_attack_gains_from_a_reward(name: str) -> None:
     endings = find_endings([name], [])
     assert endings.keys() == {""}, [endings.get(letter) for letter in "gnte"]
+
+
+def test_environments_that_ship_say_where_their_tool_takes_what_the_policy_writes() -> None:
+    for name in list_shipped_variants("environments"):
+        environment = EpisodeOptions(environment=name).open_environment({"answer": "7"})
+        tool, argument = load_variant("environments", name).TOOL
+        call = json.dumps({"name": tool, "arguments": {argument: "1 + 1"}})
+        reply = environment.step(f"<tool_call>{call}</tool_call>")
+        assert not reply.done and "there is only" not in reply.text, reply.text
 
 
 @pytest.mark.parametrize("name", [GUESS, "calculator"])

@@ -104,6 +104,7 @@ def test_refused(expression: str, told: str) -> None:
         ("a", "a"),
         ([1, "a"], '[1,"a"]'),
         ({"b": 1, "a": 2.5}, '{"a":2.5,"b":1}'),
+        ({"größe": "größer"}, '{"größe":"größer"}'),
     ],
 )
 def test_text_is_what_go_writes(value: Any, written: str) -> None:
