@@ -99,8 +99,8 @@ def _find_namespace_problems(cluster: Connection, workflow: JsonMapping) -> Iter
             "namespace",
             cluster.namespace,
             f"does not exist in context {cluster.context}",
-            APPLY,
-            " (or yours), or choose --context or --namespace",
+            command=APPLY,
+            otherwise=" (or yours), or choose --context or --namespace",
         )
 
 
@@ -147,7 +147,7 @@ def _find_missing_rights(cluster: Connection, workflow: JsonMapping) -> Iterator
                 "cluster",
                 cluster.context,
                 f"may not create {plural} in namespace {cluster.namespace}",
-                f"kubectl -n {cluster.namespace} create rolebinding tuneloop-user"
+                command=f"kubectl -n {cluster.namespace} create rolebinding tuneloop-user"
                 " --role=tuneloop-user --user=ACCOUNT",
             )
             # One binding gives both rights.
@@ -167,7 +167,7 @@ def _find_missing_references(cluster: Connection, workflow: JsonMapping) -> Iter
     for kind, name in sorted(set(list_references(workflow["spec"]))):
         if is_absent(read_by_kind[kind], name, cluster.namespace):
             missing = f"is missing in namespace {cluster.namespace}"
-            yield Problem(kind, name, missing, APPLY, " (or yours), or create it")
+            yield Problem(kind, name, missing, command=APPLY, otherwise=" (or yours), or create it")
 
 
 def list_references(value: Any) -> Iterator[tuple[str, str]]:
@@ -299,8 +299,8 @@ def _find_image_problems(cluster: Connection, workflow: JsonMapping) -> Iterator
             "image",
             image,
             "is on no node, and names no registry",
-            f"kind load docker-image {image}",
-            " or load it into the nodes as they take it, or set cluster.images (docs/cluster.md)",
+            command=f"kind load docker-image {image}",
+            otherwise=" or load it into the nodes as they take it, or set cluster.images (docs/cluster.md)",
         )
 
 

@@ -35,6 +35,7 @@ class Problem(UserError):
         field: str,
         value: object,
         finding: str,
+        *,
         command: str,
         otherwise: str = "",
     ) -> None:

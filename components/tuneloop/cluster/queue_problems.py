@@ -45,8 +45,8 @@ def find_queue_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[
                 "queue",
                 name,
                 f"is not a LocalQueue of namespace {cluster.namespace}: stages would wait for ever",
-                APPLY,
-                f" (or yours){other}, or {INSTALL}",
+                command=APPLY,
+                otherwise=f" (or yours){other}, or {INSTALL}",
             )
         elif queue is not UNSEEN:
             queues_by_source[queue["spec"]["clusterQueue"]][name] = queue
@@ -60,7 +60,7 @@ def find_queue_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[
     for priority in sorted(priorities):
         if is_absent(read_class, *KUEUE, "workloadpriorityclasses", priority):
             finding = f"is not a WorkloadPriorityClass of {cluster.context}"
-            yield Problem("priority", priority, finding, APPLY, " (or yours)")
+            yield Problem("priority", priority, finding, command=APPLY, otherwise=" (or yours)")
 
 
 def _find_cluster_queue(cluster: Connection, name: str) -> Any:
@@ -79,7 +79,7 @@ def _check_cluster_queue(
     cluster_queue = _find_cluster_queue(cluster, name)
     if cluster_queue is ABSENT:
         finding = f"is of the ClusterQueue {name}, which does not exist"
-        yield Problem("queue", ", ".join(queues), finding, APPLY, " (or yours)")
+        yield Problem("queue", ", ".join(queues), finding, command=APPLY, otherwise=" (or yours)")
         return
     for queue_name, queue in queues.items():
         for condition in queue.get("status", {}).get("conditions", ()):
@@ -88,8 +88,8 @@ def _check_cluster_queue(
                     "queue",
                     queue_name,
                     f"admits nothing: {condition['message']}",
-                    f"kubectl get clusterqueue {name} -o yaml",
-                    " says why",
+                    command=f"kubectl get clusterqueue {name} -o yaml",
+                    otherwise=" says why",
                 )
     if cluster_queue is not UNSEEN:
         spec = cluster_queue["spec"]
@@ -116,8 +116,8 @@ def find_queue_warnings(cluster: Connection, workflow: JsonMapping) -> Iterator[
                 count,
                 "are admitted one by one: several runs can each get some of their servers, and wait"
                 " for the others",
-                "kubectl get clusterqueues",
-                " shows the quota, which must suffice for all (docs/cluster.md, The queue)",
+                command="kubectl get clusterqueues",
+                otherwise=" shows the quota, which must suffice for all (docs/cluster.md, The queue)",
             )
     for queue in sorted(server_queues):
         borrowed = _list_quotas(cluster, queue, "borrowingLimit")
@@ -128,8 +128,8 @@ def find_queue_warnings(cluster: Connection, workflow: JsonMapping) -> Iterator[
                 queue,
                 "gives rollout servers quota that stages wait for, as long as their runs last: the"
                 " servers of several runs can hold all of it, and no run makes progress",
-                f"tuneloop … --set cluster.sampler.queue={SAMPLER_QUEUE}",
-                " (docs/cluster.md, The queue)",
+                command=f"tuneloop … --set cluster.sampler.queue={SAMPLER_QUEUE}",
+                otherwise=" (docs/cluster.md, The queue)",
             )
 
 
@@ -210,7 +210,7 @@ def _check_namespace(
         "ClusterQueue",
         name,
         f"does not admit namespace {cluster.namespace}",
-        f"kubectl patch clusterqueue {name} --type=json -p {argument}",
+        command=f"kubectl patch clusterqueue {name} --type=json -p {argument}",
     )
 
 
@@ -260,15 +260,15 @@ def find_quota_problems(
                     template["name"],
                     f"{resource}: {amount}",
                     f"ClusterQueue {cluster_queue} has no quota for it",
-                    command,
+                    command=command,
                 )
             elif amount > quota[resource]:
                 yield Problem(
                     template["name"],
                     f"{resource}: {amount}{suffix}",
                     f"is more than ClusterQueue {cluster_queue} can ever give ({quota[resource]})",
-                    command,
-                    ", or lower it" + (" or set cluster.sampler.queue" if suffix else ""),
+                    command=command,
+                    otherwise=", or lower it" + (" or set cluster.sampler.queue" if suffix else ""),
                 )
 
 

@@ -12,7 +12,7 @@ from tuneloop.config.sections import KIND, PLUGIN, choose_by_kind, read_kind
 from tuneloop.core import plugins
 from tuneloop.core.component import Params
 from tuneloop.core.json_types import JsonObject
-from tuneloop.training.epochs import validate_kind
+from tuneloop.training.algorithm_lookup import validate_kind
 
 
 class AlgorithmSection(Params, frozen=True, extra="forbid"):

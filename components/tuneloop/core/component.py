@@ -71,10 +71,10 @@ Results = JsonMapping
 Image = Literal["base", "trainer", "rollout"]
 TORCHRUN = ("python", "-m", "tuneloop.training.torchrun")
 
-UNTRACKED: JsonDict = {"tuneloop": "identity"}
+UNTRACKED: JsonDict = {"tuneloop": "untracked"}
 """``Field(json_schema_extra=UNTRACKED)``: the parameter, such as an address, is not part of an output's
-identity, and is not compared with that of a committed output. The field must have no other
-``json_schema_extra``."""
+identity, and is not compared with that of a committed output. With other entries for the schema it is
+``UNTRACKED | {…}``."""
 REPLAY_PARAMS = "replay_params"
 """The note with those untracked parameters from which facts of the output follow, by name: to
 replay the stage takes them, too."""
@@ -158,7 +158,12 @@ class Component:
     def untracked(self) -> set[str]:
         """The parameters that are not compared with those of a committed output."""
         fields = self.Params.model_fields
-        return {name for name in fields if fields[name].json_schema_extra == UNTRACKED}
+        untracked: set[str] = set()
+        for name, field in fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and extra.items() >= UNTRACKED.items():
+                untracked.add(name)
+        return untracked
 
     @property
     def module(self) -> str:

@@ -19,7 +19,7 @@ from tuneloop.core.json_types import JsonObject
 from tuneloop.core.provenance import collect_provenance
 from tuneloop.formats.carried import pass_carried
 from tuneloop.formats.facts import CheckpointFacts
-from tuneloop.training import checkpoint, epochs
+from tuneloop.training import algorithm_lookup, checkpoint, epochs
 from tuneloop.training.checkpoint import Resident
 from tuneloop.training.lora import disable_adapters
 from tuneloop.training.mini_batches import keep_groups, set_advantages, split_mini_batches
@@ -136,11 +136,11 @@ def policy_update(
         int, Field(ge=0, description="of the loop, and part of each random stream's name")
     ] = 0,
     algorithm: Annotated[
-        epochs.AlgorithmName,
-        epochs.validate_kind(PolicyGradient),
+        algorithm_lookup.AlgorithmName,
+        algorithm_lookup.validate_kind(PolicyGradient),
         Field(description="grpo, dr_grpo, dapo, gspo, cispo, rloo, …, or pkg.mod:attr"),
     ] = "grpo",
-    algorithm_args: epochs.AlgorithmArgs = {},  # noqa: B006
+    algorithm_args: algorithm_lookup.AlgorithmArgs = {},  # noqa: B006
     options: PolicyUpdateOptions,
     reset_optimizer: Annotated[
         bool, Field(description="begin with a new optimizer and new adapters")
@@ -235,7 +235,7 @@ def train_policy(
     Raises:
         UserError, Interrupted: as `policy_update`.
     """
-    objective = epochs.open_algorithm(algorithm, algorithm_args, PolicyGradient)
+    objective = algorithm_lookup.open_algorithm(algorithm, algorithm_args, PolicyGradient)
     if objective.beta and reference is None:
         raise UserError(
             "algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0"
@@ -308,13 +308,13 @@ def open_trainer(
             checkpoint.load_masters(trainer, policy)
             trainer.since = policy.ref
             return trainer, f"fresh: {reason}"
-        case Resident(trainer, has_same_options=True):
-            pass
-        case Resident(former):
+        case Resident() if source.has_same_options:
+            trainer = source.trainer
+        case Resident():
             # The user has changed the options: a new trainer takes over the state.
             trainer = continue_trainer(stage, policy, ranks, options)
-            trainer.copy_state(former)
-            trainer.since = former.since
+            trainer.copy_state(source.trainer)
+            trainer.since = source.trainer.since
         case Committed():
             trainer = continue_trainer(stage, policy, ranks, options)
             load_committed_state(trainer, source, policy, ranks)

@@ -13,7 +13,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.formats.facts import LogprobFacts
-from tuneloop.training import checkpoint, epochs
+from tuneloop.training import algorithm_lookup, checkpoint, epochs
 from tuneloop.training.delegation import WARMUP_TEXT, BackendOptions, train_by_backend
 from tuneloop.training.options import PairOptions
 from tuneloop.training.pairs import (
@@ -54,11 +54,11 @@ def preference(
     logprobs: Input,
     *,
     algorithm: Annotated[
-        epochs.AlgorithmName,
-        epochs.validate_kind(Preference),
+        algorithm_lookup.AlgorithmName,
+        algorithm_lookup.validate_kind(Preference),
         Field(description="dpo, ipo, kto, or pkg.mod:attr"),
     ] = "dpo",
-    algorithm_args: epochs.AlgorithmArgs = {},  # noqa: B006
+    algorithm_args: algorithm_lookup.AlgorithmArgs = {},  # noqa: B006
     options: PreferenceOptions,
     weights: Weights = None,
     seed: int = 0,
@@ -75,7 +75,7 @@ def preference(
     """
     from tuneloop.training.fsdp.trainer import Trainer
 
-    objective = epochs.open_algorithm(algorithm, algorithm_args, Preference)
+    objective = algorithm_lookup.open_algorithm(algorithm, algorithm_args, Preference)
     ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")

@@ -1,6 +1,4 @@
-"""Training on examples in epochs, for `sft`, `preference` and `reward_model`; the algorithms of all
-training stages.
-"""
+"""Training on examples in epochs, for `sft`, `preference` and `reward_model`."""
 
 import json
 import time
@@ -9,16 +7,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, ValidationInfo
-
-from tuneloop.algorithms._objective import PolicyGradient
-from tuneloop.algorithms._preference import Preference
-from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact, dump_canonical_json
-from tuneloop.core.component import Stage, convert_validation_error
-from tuneloop.core.errors import UserError
+from tuneloop.core.component import Stage
 from tuneloop.core.seeds import draw_indices
 from tuneloop.core.threads import map_ahead
 from tuneloop.formats.token_files import Document
@@ -32,79 +24,7 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.trainer import Trainer
     from tuneloop.training.held_out import HeldOutLoss
 
-Kind = TypeVar("Kind", bound=BaseModel)
 TrainerKind = TypeVar("TrainerKind", bound="Trainer")
-OTHER_KIND: dict[type[BaseModel], str] = {
-    PolicyGradient: "is not a policy gradient; preferences are for the stage preference",
-    Preference: "learns from rewards, not from pairs; that is for the stage policy_update",
-}
-"""Kind of algorithm that a stage needs → the error for an algorithm of another kind."""
-
-
-def find_algorithm(name: str, kind: type[Kind]) -> type[Kind]:
-    """Find the class of the algorithm called `name`.
-
-    Raises UserError where it is unknown, or of another kind.
-    """
-    algorithm = plugins.load_variant("algorithms", name, "Algorithm")
-    if not (isinstance(algorithm, type) and issubclass(algorithm, kind)):
-        raise UserError("algorithm", name, OTHER_KIND[kind])
-    return algorithm
-
-
-def open_algorithm(
-    name: str,
-    options: dict[str, Any],
-    kind: type[Kind],
-    prefix: str = "algorithm_args.",
-) -> Kind:
-    """Make the algorithm `name`.
-
-    Raises UserError as `find_algorithm`, or with `prefix` before an option it refuses.
-    """
-    algorithm = find_algorithm(name, kind)
-    try:
-        return algorithm(**options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "extra_forbidden":
-            remedy = f"{name} has no such option; it has {', '.join(algorithm.model_fields)}"
-            raise UserError(f"{prefix}{first['loc'][0]}", first["input"], remedy) from None
-        raise convert_validation_error(error, prefix) from None
-
-
-def validate_kind(kind: type[BaseModel]) -> AfterValidator:
-    """Return a validator that refuses shipped algorithms of another kind; a stage's image may have
-    others.
-    """
-
-    def check(name: str) -> str:
-        if name in plugins.list_shipped_variants("algorithms"):
-            try:
-                find_algorithm(name, kind)
-            except UserError as error:
-                raise ValueError(error.remedy) from None
-        return name
-
-    return AfterValidator(check)
-
-
-def _check_algorithm_args(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    """Refuse options that a shipped algorithm does not have."""
-    # It is None if the name was refused already.
-    name = info.data.get("algorithm")
-    if name in plugins.list_shipped_variants("algorithms"):
-        open_algorithm(name, options, BaseModel, "")
-    return options
-
-
-AlgorithmName = Annotated[str, plugins.validate_variant("algorithms")]
-AlgorithmArgs = Annotated[
-    dict[str, Any],
-    AfterValidator(_check_algorithm_args),
-    Field(description="the algorithm's own options", validate_default=True),
-]
-"""Options of the algorithm that the preceding parameter ``algorithm`` names."""
 
 
 def open_trainer(

@@ -27,7 +27,7 @@ from tuneloop.core.errors import Retryable
 def toy(stage: Stage, source: OptionalInput, *,
         times: Annotated[int, Field(ge=1, description="how often")] = 3,
         weights: dict[str, float] | None = None,
-        label: Annotated[str, Field(json_schema_extra=UNTRACKED)] = "",
+        label: Annotated[str, Field(json_schema_extra=UNTRACKED | {"examples": ["a"]})] = "",
         sleep: int = 0, seed: int = 0) -> Results:
     """Write a file."""
     text = (source.path / "x").read_text() if source else "x"
