@@ -26,7 +26,7 @@ from tests.unit import toy
 from tests.waiting import until
 from tuneloop.argo.pod_fields import retried_pod_fields
 from tuneloop.cluster.run_workflows import DONE, get_workflow_phase
-from tuneloop.cluster.watch import get_stage_name, read_logs, read_status
+from tuneloop.cluster.watch import get_pod_stage, read_logs, read_status
 from tuneloop.core.attempts import MORE_MEMORY
 from tuneloop.core.ends import classify_end
 from tuneloop.core.errors import Retryable, UserError
@@ -185,7 +185,7 @@ class _Disturbed:
 
     def _attend_to(self, pod: Any) -> None:
         """Make the injection that a pod stands still for, or let it go on if that was made before."""
-        about, injection = pod.metadata, self.injections.get(get_stage_name(pod))
+        about, injection = pod.metadata, self.injections.get(get_pod_stage(pod))
         if injection is None or about.uid in self._known or about.deletion_timestamp:
             return
         told = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from hera.workflows import DAG, Container, Task, Workflow
 
-from tuneloop.argo.claims import END, GIVE, ROLES, TAKE, TRAINER, claim_output, share_of
+from tuneloop.argo.claims import END, GIVE, ROLE_BY_IMAGE, TAKE, TRAINER, claim_output, share_of
 from tuneloop.argo.pod_fields import step_fields
 from tuneloop.argo.tasks import pod_output
 from tuneloop.core.json_types import JsonObject
@@ -24,7 +24,7 @@ def build_reservation_steps(cluster: Cluster) -> list[Container]:
     if not (share and share.device_class):
         return []
     roles = [TRAINER]
-    roles += ROLES.values()
+    roles += ROLE_BY_IMAGE.values()
     # With one claim for all roles they have one output, which is a parameter once.
     names = dict.fromkeys(claim_output(share, role) for role in roles)
     reservations = [pod_output(name, global_name=name) for name in names]

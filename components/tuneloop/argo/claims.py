@@ -16,7 +16,7 @@ from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Share
 
 DEVICES = "devices"
 """The claim's name in a pod, and the name of the one request in its ResourceClaim."""
-ROLES = {"rollout": "sampler"}
+ROLE_BY_IMAGE = {"rollout": "sampler"}
 """Logical image → role; an image that is not listed is a trainer's."""
 TRAINER = "trainer"
 TAKE = "take-claim"
@@ -32,7 +32,7 @@ PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
 
 def role_of(image: str) -> str:
     """Return the role of a stage with this logical image: ``trainer`` or ``sampler``."""
-    return ROLES.get(image, TRAINER)
+    return ROLE_BY_IMAGE.get(image, TRAINER)
 
 
 def claim_output(share: Share, role: str) -> str:

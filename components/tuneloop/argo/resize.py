@@ -23,7 +23,7 @@ from tuneloop.workflow.settings import QUEUE_LABEL
 ACCOUNT = "tuneloop-resize"
 FLAG = "--asleep"
 GROUP = "kueue.x-k8s.io/pod-group-name"
-OF_ONE = {
+GROUP_OF_ONE = {
     "kueue.x-k8s.io/pod-group-total-count": "1",
     "kueue.x-k8s.io/retriable-in-group": "false",
 }
@@ -56,4 +56,4 @@ def resize_while_asleep(template: Any, asleep: Mapping[str, str]) -> None:
     if QUEUE_LABEL in template.labels:
         group = "serve-{{workflow.uid}}-{{retries}}"
         template.labels = template.labels | {GROUP: group}
-        template.annotations = (template.annotations or {}) | OF_ONE
+        template.annotations = (template.annotations or {}) | GROUP_OF_ONE

@@ -86,12 +86,12 @@ def prepare_resumption(
             )
     if not earlier:
         return workflow, 1
-    check_resumable(workflow, earlier, run)
+    check_resubmission(workflow, earlier, run)
     newest = max(get_workflow_number(run, previous["metadata"]["name"]) for previous in earlier)
     return run_workflows.copy_entrypoint(workflow, earlier[-1]), newest + 1
 
 
-def check_resumable(workflow: JsonMapping, earlier: Sequence[JsonMapping], run: str) -> None:
+def check_resubmission(workflow: JsonMapping, earlier: Sequence[JsonMapping], run: str) -> None:
     """Refuse a workflow that does not fit the run of the `earlier` workflows, oldest first.
 
     If the run failed before its loop made a version, its settings may be corrected, as with

@@ -304,7 +304,7 @@ def read_logs(
         # Read before the pods: those of a workflow that has ended are all there.
         is_over = not follow or all(get_workflow_phase(item) in DONE for item in workflows)
         for pod in _list_started_pods(cluster, run):
-            name = get_stage_name(pod)
+            name = get_pod_stage(pod)
             is_chosen = stage in (None, name)
             is_new = pod.metadata.creation_timestamp.timestamp() >= begin
             if not (is_chosen and is_new) or pod.metadata.uid in readers:
@@ -348,7 +348,7 @@ def _drain(lines: SimpleQueue[tuple[str, str]]) -> Iterator[tuple[str, str]]:
             yield name, line
 
 
-def get_stage_name(pod: Any) -> str:
+def get_pod_stage(pod: Any) -> str:
     """Return the name of a pod's stage in the graph, without the number of the attempt: for a pod of
     Kubernetes what `runs.stages.get_stage_name` is for a node.
     """

@@ -5,7 +5,7 @@ import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import pyarrow as pa
 from pydantic import AfterValidator, Field
@@ -182,7 +182,7 @@ def data_prep(stage: Stage, *, options: DataOptions, seed: int = 0) -> Results:
     router = Router(splits, sizes, Form(options.chat, options.system), bad_rows)
     builder = RowBuilder(options.rewards, options.reward_args)
     tally = Tally(wrong_answers)
-    writers = write_rows(stage, router, builder, tally)
+    writers = write_rows(stage, options, router, builder, tally)
     # Bad rows are checked first: they may be why a split has too few.
     bad_rows.check(router.counts.read)
     check_required(options.required, splits, router.counts, options.source)
@@ -206,19 +206,13 @@ def data_prep(stage: Stage, *, options: DataOptions, seed: int = 0) -> Results:
     return {split: rows_by_split[split] for split in ("train", "eval", "sft")}
 
 
-class PreparationParams(Protocol):
-    """The parameters of a stage that say how rows are examined."""
-
-    timeout_s: float
-    preparation: Preparation
-
-
 def write_rows(
-    stage: Stage[PreparationParams], router: Router, builder: RowBuilder, tally: "Tally"
+    stage: Stage, options: DataOptions, router: Router, builder: RowBuilder, tally: Tally
 ) -> dict[Split, SplitWriter]:
     """Read all rows, prove their gold answers, and give each to the writers of its splits.
 
     Args:
+        options: say how rows are examined, and how long that may take.
         router: reads the source, and decides which rows go where.
         builder: makes a row of a table of each example.
         tally: counts what was proved.
@@ -230,8 +224,7 @@ def write_rows(
         UserError: the source cannot be read, or too many rows cannot be used.
         Interrupted: on SIGTERM.
     """
-    params = stage.params
-    judge = functools.partial(examine_answers, timeout_s=params.timeout_s)
+    judge = functools.partial(examine_answers, timeout_s=options.timeout_s)
     expected = sum(size.number or 0 for size in router.sizes.values())
     bar = stage.progress(router.total or expected, "rows")
 
@@ -239,7 +232,7 @@ def write_rows(
         # A table may take minutes, so SIGTERM has to end the stage within it.
         return map(functools.partial(function, progress=lambda _: stage.check_stop()), tables)
 
-    has_ray = params.preparation == "ray"
+    has_ray = options.preparation == "ray"
     writers = open_writers(stage.out)
     with (
         stage.timed("prepare"),

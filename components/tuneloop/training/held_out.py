@@ -9,10 +9,10 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
 from tuneloop.formats.held_out import HeldOutFacts, compute_perplexity
 from tuneloop.formats.token_files import Corpus
-from tuneloop.training import epochs
 from tuneloop.training.checkpoint import choose_saved_dtype
 from tuneloop.training.corpora import read_corpus
 from tuneloop.training.lengths import fit_corpus
+from tuneloop.training.options import TrainerOptions
 from tuneloop.training.pairs import score_documents
 from tuneloop.training.protocols import EpochTrainer
 
@@ -93,7 +93,7 @@ def open_held_out_loss(
     trainer: "Trainer",
     prompts: Artifact,
     policy: Artifact,
-    options: epochs.TrainerOptions,
+    options: TrainerOptions,
     eval_steps: int | None,
 ) -> HeldOutLoss:
     """Open the held-out demonstrations of `prompts`, which may have none.

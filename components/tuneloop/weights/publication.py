@@ -83,7 +83,8 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
         base=base,
         base_version=VersionFacts.read(policy).version if policy and base else None,
         source=manifest.digest,
-        # Only the stage that writes the base model has these two parameters.
+        # Only the stage that writes the base model has these two parameters. ``chain`` is no encoding:
+        # `publish_version` then takes that of the chain's newest version.
         encoding=params.get("weight_encoding", "chain"),
         held_by_readers=not params.get("publish_weights", True),
     )

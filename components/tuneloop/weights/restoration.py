@@ -48,6 +48,7 @@ def plan_restoration(chain: Chain, target: int, current: int | None = None) -> P
     # The deltas from the entry that the walk is at to the target, last one first.
     steps: list[Entry] = []
     from_full: Plan | None = None
+    # An entry, and the delta that leads to it from its base; None where no delta is stored.
     for step, version_entry in chain.walk_back(target):
         if version_entry.version == current:
             in_place = Plan(entry, current, None, steps[::-1])

@@ -266,7 +266,7 @@ class Gateway:
             await asyncio.to_thread(self.sampler.start, namespace)
         elif self.sampler and ":sample:" in name:
             self.sampler.renew(namespace)
-        forwarded = {HEADER: session.key, TOKENS: f"{remaining + self.tokens.count(id)}"}
+        forwarded = {HEADER: session.secret, TOKENS: f"{remaining + self.tokens.count(id)}"}
         for header in ("content-type", "accept"):
             if header in headers:
                 forwarded[header] = headers[header]

@@ -192,7 +192,7 @@ def _session(job: Any, pod: Any) -> Session:
         created=job.metadata.creation_timestamp.isoformat(),
         phase=phase,
         artifacts=annotations[ARTIFACTS],
-        key=env[KEY],
+        secret=env[KEY],
         address=f"{pod.status.pod_ip}:{PORT}" if is_reachable else None,
         reason=reason,
     )

@@ -84,7 +84,7 @@ class Processes:
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             phase="starting",
             artifacts=artifacts,
-            key=secrets.token_urlsafe(32),
+            secret=secrets.token_urlsafe(32),
         )
         log = self.logs / f"{name}.log"
         with socket.socket() as listener, log.open("wb") as output:
@@ -119,7 +119,7 @@ class Processes:
         ]
         # The groups are those of `tuneloop run` with the same store.
         command += session.request.flags(session.artifacts.rpartition("/sessions/")[0])
-        environment = {KEY: session.key}
+        environment = {KEY: session.secret}
         if self.settings.sampler:
             command += ["--sampler", f"http://127.0.0.1:{self.port}"]
             environment[VARIABLE] = str(self.token)

@@ -68,7 +68,7 @@ class Session:
         creator: the user who created it.
         created: when, in ISO 8601.
         artifacts: the URL that its checkpoints lie below.
-        key: the secret that its worker requires; not the idempotency key of the request.
+        secret: what its worker requires of callers.
         address: ``host:port`` of its worker, once it runs.
         reason: why it ended, or does not run yet.
     """
@@ -79,7 +79,7 @@ class Session:
     created: str
     phase: Phase
     artifacts: str
-    key: str
+    secret: str
     address: str | None = None
     reason: str = ""
 

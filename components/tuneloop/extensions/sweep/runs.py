@@ -20,7 +20,7 @@ from tuneloop.cluster.run_workflows import (
     list_workflows,
     prepare_workflow,
 )
-from tuneloop.cluster.submit import check_resumable, stop_run
+from tuneloop.cluster.submit import check_resubmission, stop_run
 from tuneloop.config.loading import Pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
@@ -177,7 +177,7 @@ class Sweep:
     def _check_workflow(self, trial: Trial, cluster: Connection) -> None:
         """Refuse a trial whose name stands for other settings on the cluster."""
         workflow = prepare_workflow(trial.workflow, run=trial.name, store=self.store)
-        check_resumable(workflow, list_workflows(cluster, trial.name), trial.name)
+        check_resubmission(workflow, list_workflows(cluster, trial.name), trial.name)
 
 
 def _read_iterations(workflow: JsonMapping) -> int:
