@@ -3,8 +3,8 @@
 A variant is a module with ``create_environment(row, **args) -> Environment``, called once per
 episode with its row of prompts (``prompt``, ``answer``, ``metadata`` as JSON, …) and the arguments
 in ``environment_args``. It runs in the stage's own process, where a policy's code must not run:
-`python` runs that in `tuneloop.rewards.sandbox`. One with a tool states ``TOOL``, its name and the argument
-that holds what the policy writes, for `tuneloop probe`.
+`python` runs that in `tuneloop.rewards.sandbox`. One with a tool states ``TOOL``, its name and the
+argument that holds what the policy writes, for `tuneloop probe`.
 """
 
 import json

@@ -12,8 +12,9 @@ from fractions import Fraction
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.environments import Call, Environment, Reply, parse_tool_calls
 
+# `tuneloop probe` sends its attacks there.
 TOOL = ("calculator", "expression")
-"""The tool's name, and its argument that holds what the policy writes: `tuneloop probe` attacks it."""
+"""The tool's name, and its argument that holds what the policy writes."""
 LONGEST = 200
 """Characters of an expression."""
 BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {

@@ -15,8 +15,9 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.environments import Call, Environment, Reply, parse_tool_calls
 from tuneloop.rewards.sandbox import Limits, check_sandbox, run_in_sandbox
 
+# `tuneloop probe` sends its attacks there.
 TOOL = ("python", "code")
-"""The tool's name, and its argument that holds what the policy writes: `tuneloop probe` attacks it."""
+"""The tool's name, and its argument that holds what the policy writes."""
 
 
 def create_environment(
