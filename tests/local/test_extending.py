@@ -100,7 +100,7 @@ class Algorithm(grpo.Algorithm):
 from tuneloop.inference.capabilities import Capabilities
 from tuneloop.inference.engines import transformers
 
-CAPABILITIES = Capabilities(deterministic=True)
+CAPABILITIES = Capabilities()
 
 
 def check_engine_args(args, prefix="--engine-args "):

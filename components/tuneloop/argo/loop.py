@@ -517,7 +517,7 @@ def call_loop(
     part_arguments = {name: arguments[name] for name in loop.values_of(loop.steps)}
     first = templates["part"](name="part", arguments=part_arguments)
     server = config.engine.server
-    if server and server.colocate:
+    if server and server.shares_gpu:
         # It would take the device from the stages that train the loop's first policy.
         start >> servers
     else:

@@ -27,7 +27,7 @@ from tuneloop.config.model_facts import (
 from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import GPU_LOGITS, LOGITS, TrainerOptions
-from tuneloop.workflow.plan import NATIVE, PodPlan, RunPlan, ServerPlan, StagePlan
+from tuneloop.workflow.plan import NATIVE, VLLM, PodPlan, RunPlan, ServerPlan, StagePlan
 from tuneloop.workflow.settings import UNKNOWN, Share
 
 CPU_POOL = 1 << 30
@@ -149,8 +149,11 @@ def is_memory_estimate_complete(pod: PodPlan, model: Model, context: int | None)
     """Return whether `estimate_memory_parts` covers all parts, which needs a limit on the length of
     sequences.
     """
+    if isinstance(pod, ServerPlan):
+        # What the server of another engine takes was not measured.
+        return pod.kind == VLLM
     if not isinstance(pod, StagePlan):
-        return isinstance(pod, ServerPlan)
+        return False
     if pod.role == "trainer":
         has_limit = bool(pod.number("max_length") or context)
         has_batch = bool(pod.number("per_device_train_batch_size"))
@@ -203,7 +206,8 @@ def _keeps_cache_on_host(pods: Sequence[PodPlan]) -> bool:
     for pod in pods:
         if not isinstance(pod, ServerPlan):
             continue
-        # vLLM drops its cache before it sleeps. A server that does not sleep keeps it.
+        # vLLM drops its cache before it sleeps. A server that does not sleep keeps it. Another
+        # engine has no such option.
         if pod.engine_args.get("snapshot") and not pod.engine_args.get("enable_sleep_mode"):
             return True
     return False
@@ -282,6 +286,8 @@ def _estimate_step(stage: StagePlan, model: Model, sequences: float, length: flo
 
 def _estimate_server(server: ServerPlan, model: Model) -> list[Part]:
     options = server.engine_args
+    if server.kind != VLLM:
+        return [_estimate_weights(model, 2 if server.resources.accelerators else WEIGHT_BYTES)]
     parts = [_estimate_weights(model, 2)]
     # On a GPU vLLM takes what its memory leaves, unless it is told a size.
     if not server.resources.accelerators or "kv_cache_memory_bytes" in options:

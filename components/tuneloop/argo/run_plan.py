@@ -10,7 +10,7 @@ from tuneloop.argo.jobset import enable_shared_memory
 from tuneloop.argo.memory_estimate import plan_memory
 from tuneloop.argo.pod_fields import find_role, plan_resources
 from tuneloop.argo.tasks import RUN
-from tuneloop.config.engines import VllmEngine
+from tuneloop.config.engines import ServingEngine
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
@@ -213,7 +213,7 @@ def plan_pod(stages: Iterable[StagePlan], cluster: Cluster) -> PodPlan:
     )
 
 
-def plan_server(server: VllmEngine, config: LoopPipelineConfig) -> ServerPlan:
+def plan_server(server: ServingEngine, config: LoopPipelineConfig) -> ServerPlan:
     """Plan the rollout servers of a loop; `server` are the engine's settings of them."""
     cluster = config.cluster
     role: ResourceRole = "sampler"
@@ -222,11 +222,12 @@ def plan_server(server: VllmEngine, config: LoopPipelineConfig) -> ServerPlan:
         image=cluster.images.format(image="rollout"),
         resource_role=role,
         resources=plan_resources(role, cluster),
+        kind=server.kind,
         port=server.port,
         engine_args=server.options,
         replicas=server.replicas,
         weights=config.published(RUN).get("weights"),
-        asleep=server.asleep.requests if server.asleep else {},
+        asleep=server.asleep_requests,
     )
 
 

@@ -17,7 +17,7 @@ from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
-from tuneloop.workflow.plan import PLAN, RunPlan, ServerPlan, StagePlan
+from tuneloop.workflow.plan import PLAN, VLLM, RunPlan, ServerPlan, StagePlan
 from tuneloop.workflow.settings import DELETE_DELAY, SHARE, Cluster
 
 
@@ -177,7 +177,7 @@ def prepare_sampling(
 
 
 def server_template(server: ServerPlan, cluster: Cluster) -> Container:
-    """Build the vLLM server as a daemon of the graph that starts it.
+    """Build a rollout server as a daemon of the graph that starts it.
 
     It follows the versions published at its URL of weights. Without one it has an input ``policy``,
     boots from this checkpoint and loads what it is told to. One of several has an input
@@ -197,6 +197,8 @@ def server_template(server: ServerPlan, cluster: Cluster) -> Container:
         attempts += f"-{input_tag('replica')}"
     args += ["--host", "$(POD_IP)"]
     args += ["--port", str(server.port)]
+    if server.kind != VLLM:
+        args += ["--engine", server.kind]
     args += ["--engine-args", encode_value(server.engine_args)]
     args += ["--attempts", attempts]
     # `tuneloop run` reads the field as 127.0.0.1.

@@ -27,11 +27,10 @@ def check_local_run(config: JsonMapping, workflow: JsonMapping, store: str) -> N
 
     Raises:
         UserError: the workflow does not pass the lint or needs a cluster, the store cannot be
-            written, a port is taken, or the vLLM that the run needs lacks an option.
+            written, a port is taken, or the engine is not installed or lacks an option.
     """
     from tuneloop.argo.lint import lint_workflow
-    from tuneloop.inference.engines import vllm
-    from tuneloop.inference.engines._vllm_start import INSTALL
+    from tuneloop.inference.engines import check_here
     from tuneloop.workflow import manifest
 
     problems = lint_workflow(workflow)
@@ -42,13 +41,9 @@ def check_local_run(config: JsonMapping, workflow: JsonMapping, store: str) -> N
     # A step that only a cluster can execute would fail after hours, when it is reached.
     manifest.check_workflow(workflow["spec"])
     Store(store).check_writable()
-    # The options of vLLM differ by its release: those of the installed one count.
     engine = config.get("engine")
-    if isinstance(engine, Mapping) and engine.get("kind") == "vllm":
-        # The spec of the package is looked up; its import takes seconds.
-        if importlib.util.find_spec("vllm") is None:
-            raise UserError("engine.kind", "vllm", INSTALL)
-        vllm.check_here(engine.get("args") or {}, "engine.args.")
+    if isinstance(engine, Mapping):
+        check_here(engine["kind"], engine.get("args") or {}, "engine.args.")
     for name, port in list_server_ports(workflow):
         if is_port_taken(port):
             raise UserError(

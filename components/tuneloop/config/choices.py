@@ -5,6 +5,7 @@ GRPOConfig 1e-6 and RewardConfig 1e-4, each for training all parameters. Adapter
 that, as measured by Schulman et al., "LoRA Without Regret" (2025), and as TRL's guide of that name
 does. Completions of 512 tokens are GRPOConfig's `max_completion_length`."""
 
+from tuneloop.config.engines import ServingEngine
 from tuneloop.config.followed import Choice, Draft
 from tuneloop.config.model_facts import Model, ModelFacts, estimate_activation_bytes
 from tuneloop.config.sections import read_kind
@@ -24,7 +25,7 @@ UNKNOWN_GPU = 80_000_000_000
 UNKNOWN_BUDGET = 4 << 30
 """Bytes for a micro-batch where neither a machine's nor a device's memory limits it."""
 SERVER_BYTES = 4 << 30
-"""Bytes of a vLLM server on a CPU, with its cache and without weights."""
+"""Bytes of a rollout server on a CPU, with its cache and without weights, as vLLM's takes."""
 STEP_EXAMPLES = 32
 """Examples of an optimizer step of SFT and of preference optimization."""
 
@@ -79,19 +80,17 @@ def choose_context(draft: Draft) -> Choice:
 
 
 def choose_engine_args(draft: Draft, section: str) -> Choice | None:
-    if not draft.find_engine().serves:
+    engine = draft.find_class(section)
+    if engine is None or not issubclass(engine, ServingEngine):
         return None
     context = choose_context(draft)
-    if draft.facts.is_demo:
-        # Completions of the demo fit twice into the engine's default, whose context is 256.
-        is_short = context.value <= 256
-        args = {"max_model_len": context.value, "enforce_eager": True}
-        return None if is_short else Choice(args, context.reason)
-    args = {"max_model_len": context.value}
-    # There are no CUDA graphs to capture.
-    if draft.machine.sampler_gpus == 0:
-        args["enforce_eager"] = True
-    return Choice(args, context.reason)
+    # Completions of the demo fit twice into the engine's default, whose context is 256.
+    if draft.facts.is_demo and context.value <= 256:
+        return None
+    # The demo is over before capturing has paid, and without GPUs there are no CUDA graphs.
+    captures_graphs = not draft.facts.is_demo and draft.machine.sampler_gpus != 0
+    args = engine.choose_args(context.value, captures_graphs=captures_graphs)
+    return Choice(args, context.reason) if args else None
 
 
 def choose_colocation(draft: Draft, section: str) -> Choice | None:
@@ -253,7 +252,7 @@ def find_activation_budget(draft: Draft, section: str, shape: Model) -> float:
     if machine.memory is None:
         return UNKNOWN_BUDGET
     is_served = draft.find_engine().serves
-    # vLLM holds weights in two bytes a number.
+    # A server holds weights in two bytes a number.
     server = SERVER_BYTES + shape.parameters * 2 if is_served else 0
     free = machine.memory - states - server - LOGITS * 8
     return max(machine.memory / 64, min(machine.memory / 4, 0.8 * free))

@@ -2,15 +2,37 @@
 
 Each class has the settings that mean something for its engine. How new weights reach its servers is
 a section inside, `weights`, again of several kinds: servers *load* checkpoints, *pull* published
-versions, or are given each version by a *refit*."""
+versions, or are given each version by a *refit*.
 
-from typing import Annotated, Literal, Self
+An engine that serves has a class that extends `ServingEngine`: the graphs of Argo and of Kubeflow
+Pipelines ask it for the servers to start. An engine whose class is not among these here names it in
+its module as ``SECTION``."""
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
+import pkgutil
+from typing import Annotated, Any, Literal, Self
 
-from tuneloop.config.sections import PLUGIN, expand_text, make_kind_reader
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    SerializeAsAny,
+    Tag,
+    WrapValidator,
+    model_validator,
+)
+
+from tuneloop.config.sections import (
+    PLUGIN,
+    PluginSection,
+    expand_text,
+    make_kind_reader,
+    read_kind,
+)
 from tuneloop.core import plugins
-from tuneloop.core.json_types import JsonObject
+from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.inference.capabilities import Capabilities, find_capabilities
 from tuneloop.inference.engines import check_args
 from tuneloop.inference.engines.endpoint import check_urls
@@ -113,6 +135,26 @@ class Engine(BaseModel, frozen=True, extra="forbid"):
         check_args(self.kind, self.args or {}, "args.")
         return self
 
+    @model_validator(mode="after")
+    def _check_capabilities(self) -> Self:
+        """Refuse an engine whose module and whose class differ on whether it serves."""
+        # Stages would be planned as clients of a server that nothing starts.
+        if self.capabilities.serves and self.server is None:
+            raise ValueError(
+                f"{self.kind} serves, but its settings have no server: SECTION of its module has to "
+                "name a class that extends tuneloop.config.engines.ServingEngine"
+            )
+        if self.server and not self.capabilities.serves:
+            raise ValueError(
+                f"{self.kind} has settings of a server, but does not serve: CAPABILITIES of its "
+                "module has to say serves=True"
+            )
+        # Else each server would end as soon as it is started, after the first stages have run.
+        module = plugins.find_module("engines", self.kind)
+        if self.server and not hasattr(module, "open_served_engine"):
+            raise ValueError(f"{self.kind} serves, but its module has no open_served_engine")
+        return self
+
     @property
     def capabilities(self) -> Capabilities:
         return find_capabilities(self.kind)
@@ -123,7 +165,7 @@ class Engine(BaseModel, frozen=True, extra="forbid"):
         return dict(self.args or {})
 
     @property
-    def server(self) -> "VllmEngine | None":
+    def server(self) -> "ServingEngine | None":
         """The settings of the servers that the run starts; None where it starts none."""
         return None
 
@@ -143,19 +185,73 @@ class Engine(BaseModel, frozen=True, extra="forbid"):
         return self.publication is not None
 
 
-class VllmEngine(Engine, frozen=True, extra="forbid"):
+class ServingEngine(Engine, frozen=True, extra="forbid"):
+    """An engine whose servers the run starts (`tuneloop.inference.server`), one or several.
+
+    A class of an engine extends it with a `kind`, and with settings of its own. What it says of
+    these by `shares_gpu`, `asleep_requests` and `local_settings` is all that graphs ask.
+    """
+
+    port: int = Field(8765, ge=1, le=65535, description="where the server listens")
+    replicas: int = Field(
+        1,
+        ge=1,
+        description="servers of the run, each with cluster.sampler's GPUs; they share the prompts",
+    )
+    weights: OwnWeights = Field(LoadCheckpoints(), description="how weights reach the servers")
+
+    @property
+    def server(self) -> "ServingEngine":
+        return self
+
+    @property
+    def publication(self) -> PullVersions | None:
+        return self.weights if isinstance(self.weights, PullVersions) else None
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether trainer and server take turns on one GPU."""
+        return False
+
+    @property
+    def asleep_requests(self) -> dict[str, str]:
+        """What a server's pod requests while it sleeps; empty: the same as awake."""
+        return {}
+
+    @property
+    def local_settings(self) -> JsonMapping:
+        """Name → value of settings that Argo and one machine carry out, and Kubeflow Pipelines do
+        not: what is not false, 0 or empty is refused there."""
+        return {}
+
+    def check_gpus(self, gpus: int) -> None:
+        """Check the number of GPUs of a server's pod.
+
+        Raises:
+            UserError: the options of the engine say another one; by default none do.
+        """
+
+    @classmethod
+    def choose_args(cls, context: int, *, captures_graphs: bool) -> JsonObject:
+        """Choose the engine's options where the user sets none; by default there are none.
+
+        An engine whose option `max_model_len` limits the context, as vLLM's and transformers' does,
+        gets it also beside options of the user's.
+
+        Args:
+            context: the most tokens of a prompt with its completion.
+            captures_graphs: whether capturing CUDA graphs is worth the time.
+        """
+        return {}
+
+
+class VllmEngine(ServingEngine, frozen=True, extra="forbid"):
     """vLLM, as one server for the run or several."""
 
     kind: Literal["vllm"] = Field("vllm", description="vLLM servers of the run")
     args: JsonObject | None = Field(
         None,
         description="vLLM's own options; default: a short context without graph capture",
-    )
-    port: int = Field(8765, ge=1, le=65535, description="where the server listens")
-    replicas: int = Field(
-        1,
-        ge=1,
-        description="servers of the run, each with cluster.sampler's GPUs; they share the prompts",
     )
     deterministic: bool = Field(
         False,
@@ -176,7 +272,6 @@ class VllmEngine(Engine, frozen=True, extra="forbid"):
         "resized in place, within what it was admitted with (manifests/components/resize); on one "
         "machine it does nothing",
     )
-    weights: OwnWeights = Field(LoadCheckpoints(), description="how weights reach the servers")
 
     @property
     def options(self) -> JsonObject:
@@ -191,12 +286,34 @@ class VllmEngine(Engine, frozen=True, extra="forbid"):
         return options
 
     @property
-    def server(self) -> "VllmEngine":
-        return self
+    def shares_gpu(self) -> bool:
+        return self.colocate
 
     @property
-    def publication(self) -> PullVersions | None:
-        return self.weights if isinstance(self.weights, PullVersions) else None
+    def asleep_requests(self) -> dict[str, str]:
+        return self.asleep.requests if self.asleep else {}
+
+    @property
+    def local_settings(self) -> JsonMapping:
+        return {"colocate": self.colocate, "asleep": self.asleep, "snapshot": self.snapshot}
+
+    def check_gpus(self, gpus: int) -> None:
+        tensor = self.options.get("tensor_parallel_size", 1)
+        pipeline = self.options.get("pipeline_parallel_size", 1)
+        is_known = isinstance(tensor, int) and isinstance(pipeline, int)
+        if not (is_known and gpus == tensor * pipeline):
+            remedy = (
+                "has to be engine.args.tensor_parallel_size × pipeline_parallel_size "
+                f"({tensor} × {pipeline})"
+            )
+            raise UserError("cluster.sampler.gpus", gpus, remedy)
+
+    @classmethod
+    def choose_args(cls, context: int, *, captures_graphs: bool) -> JsonObject:
+        args: JsonObject = {"max_model_len": context}
+        if not captures_graphs:
+            args["enforce_eager"] = True
+        return args
 
     @model_validator(mode="after")
     def _check_single_server(self) -> Self:
@@ -292,13 +409,55 @@ class EndpointEngine(Engine, frozen=True, extra="forbid"):
         return self
 
 
-class PluginEngine(Engine, frozen=True, extra="forbid"):
+def choose_section(kind: str) -> type[Engine]:
+    """Choose the class of an engine that none of the classes here is for: the one that its module
+    names, else `PluginEngine`.
+
+    Raises:
+        ValueError: the module cannot be imported, or what it names is no class of an engine.
+    """
+    # Pydantic adds the setting and its value to the message of a ValueError.
+    try:
+        module = plugins.find_module("engines", kind)
+    except UserError as error:
+        raise ValueError(error.remedy) from error
+    if module is None or not hasattr(module, "SECTION"):
+        return PluginEngine
+    try:
+        section = pkgutil.resolve_name(module.SECTION)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"SECTION of {module.__name__}: {error}") from error
+    if not (isinstance(section, type) and issubclass(section, Engine)):
+        raise ValueError(f"SECTION of {module.__name__} has to name a class of Engine")
+    return section
+
+
+def validate_plugin(value: Any, handler: ModelWrapValidatorHandler["PluginEngine"]) -> Engine:
+    """Validate the section of an engine that none of the classes here is for, by its own class."""
+    section = choose_section(read_kind(value))
+    if section is PluginEngine:
+        return handler(value)
+    return section.model_validate(value)
+
+
+class PluginEngine(Engine, PluginSection, frozen=True, extra="forbid"):
     """An engine of a third party, in the process of each stage that samples."""
 
     kind: Annotated[str, plugins.validate_variant("engines")] = Field(
         description="pkg.mod:attr, or the name of an entry point"
     )
-    weights: OwnWeights = Field(LoadCheckpoints(), description="how weights reach the engine")
+    weights: OwnWeights = Field(
+        LoadCheckpoints(),
+        description="how weights reach the engine: it loads them, or has servers that pull them",
+    )
+
+    @classmethod
+    def choose_class(cls, kind: str) -> type[BaseModel]:
+        try:
+            return choose_section(kind)
+        except ValueError:
+            # It is refused when the section is validated.
+            return cls
 
     @property
     def publication(self) -> PullVersions | None:
@@ -309,7 +468,7 @@ EngineConfig = Annotated[
     Annotated[VllmEngine, Tag("vllm")]
     | Annotated[TransformersEngine, Tag("transformers")]
     | Annotated[EndpointEngine, Tag("endpoint")]
-    | Annotated[PluginEngine, Tag(PLUGIN)],
+    | Annotated[PluginEngine, WrapValidator(validate_plugin), SerializeAsAny(), Tag(PLUGIN)],
     Discriminator(make_kind_reader("vllm", ("vllm", "transformers", "endpoint", PLUGIN))),
     BeforeValidator(expand_text),
 ]

@@ -17,6 +17,7 @@ from tuneloop.config.machine import Machine
 from tuneloop.config.model_facts import ModelFacts
 from tuneloop.config.sections import (
     PLUGIN,
+    PluginSection,
     find_section,
     list_classes,
     list_variants,
@@ -102,7 +103,11 @@ class Draft:
         variants = list_variants(info)
         if not variants:
             return find_section(info)
-        return variants.get(self.find_kind(section)) or variants.get(PLUGIN)
+        kind = self.find_kind(section)
+        plugin = variants.get(PLUGIN)
+        if kind not in variants and plugin and issubclass(plugin, PluginSection):
+            return plugin.choose_class(kind)
+        return variants.get(kind) or plugin
 
     def find_kind(self, section: str) -> str:
         """Return the kind of a section that is one of several classes; empty for any other."""

@@ -161,7 +161,7 @@ class LoopPipelineConfig(PipelineConfig):
             remedy = f"overlaps stages; {setting} runs one at a time: set it to 0"
             return UserError("loop.asynchronous", True, remedy)
         server = self.engine.server
-        if server and server.colocate:
+        if server and server.shares_gpu:
             remedy = f"gives the GPU to one process after the other: set {setting} to 0"
             return UserError("engine.colocate", True, remedy)
         return None
@@ -207,7 +207,7 @@ class LoopPipelineConfig(PipelineConfig):
         if not self.loop.asynchronous:
             return self
         server = self.engine.server
-        if server and server.colocate:
+        if server and server.shares_gpu:
             remedy = "gives the GPU to one process at a time: leave loop.asynchronous out"
             raise UserError("engine.colocate", True, remedy)
         if self.engine.follows_newest:
@@ -228,14 +228,6 @@ class LoopPipelineConfig(PipelineConfig):
         if server.replicas > 1 and self.cluster.share:
             remedy = "runs that share devices have one server: unset it"
             raise UserError("engine.replicas", server.replicas, remedy)
-        gpus = self.cluster.sampler.gpus
-        tensor = server.options.get("tensor_parallel_size", 1)
-        pipeline = server.options.get("pipeline_parallel_size", 1)
-        is_known = isinstance(tensor, int) and isinstance(pipeline, int)
-        if gpus and not (is_known and gpus == tensor * pipeline):
-            remedy = (
-                "has to be engine.args.tensor_parallel_size × pipeline_parallel_size "
-                f"({tensor} × {pipeline})"
-            )
-            raise UserError("cluster.sampler.gpus", gpus, remedy)
+        if self.cluster.sampler.gpus:
+            server.check_gpus(self.cluster.sampler.gpus)
         return self

@@ -20,6 +20,7 @@ from tuneloop.config.sections import (
     list_variants,
     locate_setting,
     read_kind,
+    read_section,
 )
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError, suggest_name
@@ -67,7 +68,7 @@ def explain_refusal(
     """
     # The others may follow from it.
     first = error.errors()[0]
-    location = locate_setting(config, first["loc"])
+    location = locate_setting(config, first["loc"], values)
     if first["type"] == "union_tag_invalid":
         # Its location is the section, and its value the whole of it.
         return explain_unknown_kind(location, first)
@@ -212,10 +213,7 @@ def find_similar_keys(config: type[BaseModel], setting: str) -> list[str]:
 
 def describe_kind(chosen: ChosenKind, values: JsonMapping) -> str:
     """Describe the kind of a section with the settings that it has."""
-    # What the user set, down to this section.
-    section: Any = values
-    for key in chosen.keys:
-        section = section.get(key) if isinstance(section, Mapping) else None
+    section = read_section(values, chosen.keys)
     # The name of somebody else's kind is in what the user wrote alone.
     name = read_kind(section, chosen.kind) if chosen.kind == PLUGIN else chosen.kind
     settings = [key for key in chosen.variants[chosen.kind].model_fields if key != KIND]

@@ -27,6 +27,7 @@ from tuneloop.config.choices import (
     choose_total_limit,
     choose_warmup,
 )
+from tuneloop.config.engines import ServingEngine
 from tuneloop.config.followed import ENGINE_CONTEXT, Draft, Followed, Rule
 from tuneloop.config.machine import Machine, describe_pods, has_pod_resources, read_machine
 from tuneloop.config.model_facts import ModelFacts, read_model_facts
@@ -143,15 +144,18 @@ def _skip_tuning(draft: Draft) -> None:
 
 
 def _limit_context(draft: Draft) -> None:
-    """Add the context to arguments that the user has set for vLLM without one: a pretrained model's
-    own may need more cache than there is."""
+    """Add the context to arguments that the user has set for a server without one: a pretrained
+    model's own may need more cache than there is."""
     if draft.facts.is_demo or not draft.is_set("engine", "args"):
         return
     args = draft.get("engine", "args")
-    if not draft.find_engine().serves or not isinstance(args, Mapping):
+    engine = draft.find_class("engine")
+    if engine is None or not issubclass(engine, ServingEngine) or not isinstance(args, Mapping):
         return
-    if "max_model_len" not in args:
-        context = choose_context(draft)
+    context = choose_context(draft)
+    # Engines have other names for it, or no such limit.
+    chosen_args = engine.choose_args(context.value, captures_graphs=True)
+    if "max_model_len" in chosen_args and "max_model_len" not in args:
         draft.chosen[ENGINE_CONTEXT] = Followed(ENGINE_CONTEXT, context.value, context.reason)
 
 

@@ -12,12 +12,21 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, Discriminator, Tag
 from pydantic.fields import FieldInfo
 
-from tuneloop.core.json_types import JsonObject
+from tuneloop.core.json_types import JsonMapping, JsonObject
 
 KIND = "kind"
 """The key of a section that chooses its class."""
 PLUGIN = "plugin"
 """The tag of the class that a union has for kinds that are not its own."""
+
+
+class PluginSection(BaseModel):
+    """The class that a union has for `PLUGIN`, where kinds of third parties may have their own."""
+
+    @classmethod
+    def choose_class(cls, kind: str) -> type[BaseModel]:
+        """Return the class of a section of `kind`, none of the union's; this one by default."""
+        return cls
 
 
 def make_kind_reader(default: str, kinds: Collection[str]) -> Callable[[Any], str]:
@@ -167,9 +176,24 @@ class Location:
         return ".".join(self.keys)
 
 
-def locate_setting(config: type[BaseModel], parts: Iterable[str | int]) -> Location:
-    """Find the setting that an error of pydantic is about. Its `loc` names, beside keys, the class
-    that was chosen where a section is one of several."""
+def read_section(values: Any, keys: Iterable[str]) -> Any:
+    """Return what the user has set of the section at `keys`; None where that is nothing."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def locate_setting(
+    config: type[BaseModel], parts: Iterable[str | int], values: JsonMapping
+) -> Location:
+    """Find the setting that an error of pydantic is about.
+
+    Args:
+        config: the class of the configuration.
+        parts: the error's `loc`, which names, beside keys, the class that was chosen where a
+            section is one of several.
+        values: what the configuration was made of, which name the kinds of third parties.
+    """
     keys: list[str] = []
     chosen: list[ChosenKind] = []
     section: type[BaseModel] | None = config
@@ -178,8 +202,11 @@ def locate_setting(config: type[BaseModel], parts: Iterable[str | int]) -> Locat
     # Each part is a key, the index of an item, or the tag of the class that was chosen.
     for part in map(str, parts):
         if part in variants:
-            chosen.append(ChosenKind(tuple(keys), part, variants))
             below = variants[part]
+            if issubclass(below, PluginSection):
+                below = below.choose_class(read_kind(read_section(values, keys)))
+                variants = dict(variants) | {part: below}
+            chosen.append(ChosenKind(tuple(keys), part, variants))
             variants = {}
             continue
         if not part.isdigit():

@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any
 
 from pydantic import AfterValidator
@@ -40,7 +41,8 @@ def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
         family: its family, such as ``rewards``.
         name: of a module of the family's package, else of an entry point in group
             ``tuneloop.<family>``; or a dotted path ``package.module:attribute``.
-        attribute: of the module, if the variant is one of the family's package.
+        attribute: of the module, if the variant is one of the family's package, or an entry point
+            that names a whole module.
 
     Raises:
         UserError: it is unknown, or a dotted path that cannot be imported.
@@ -55,11 +57,42 @@ def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
             raise UserError(family, name, f"cannot be imported ({error})") from error
     if name not in list_shipped_variants(family):
         for entry in _registered().select(group=f"tuneloop.{family}", name=name):
-            return entry.load()
+            variant = entry.load()
+            is_module = not entry.attr
+            return getattr(variant, attribute) if is_module and attribute else variant
         raise UserError(family, name, _explain_names(family))
     # Only now: the module of an engine or a tracker imports its library.
     module = importlib.import_module(f"{_package(family)}.{name}")
     return getattr(module, attribute) if attribute else module
+
+
+def find_module(family: str, name: str) -> ModuleType | None:
+    """Find the module of a variant that describes itself where a run is configured.
+
+    Returns:
+        That of a variant that ships, or whose entry point names a whole module (``name =
+        "package.module"``). None for a dotted path, an entry point of an attribute and an unknown
+        name: only the stage's image need have their code.
+
+    Raises:
+        UserError: the module cannot be imported.
+    """
+    if name in list_shipped_variants(family):
+        return importlib.import_module(f"{_package(family)}.{name}")
+    # What is installed is looked through last: it takes as long as reading a configuration.
+    if ":" in name:
+        return None
+    for entry in _registered().select(group=f"tuneloop.{family}", name=name):
+        if entry.attr:
+            return None
+        try:
+            return importlib.import_module(entry.module)
+        except ImportError as error:
+            remedy = (
+                f"{entry.value} cannot be imported ({error}): mend the package, or uninstall it"
+            )
+            raise UserError(family, name, remedy) from error
+    return None
 
 
 def check_variant_args(

@@ -1,7 +1,9 @@
 """What an engine can do, as settings, graphs and pods have to know it.
 
 The module of each engine in `tuneloop.inference.engines` states it as ``CAPABILITIES``. Ask these
-flags and do not compare the name of an engine: another engine may have the same abilities.
+flags and do not compare the name of an engine: another engine may have the same abilities. What the
+servers of an engine can do beside is said by the class of its settings (`tuneloop.config.engines`),
+which has a key for it or none.
 """
 
 from dataclasses import dataclass
@@ -16,32 +18,27 @@ class Capabilities:
     Attributes:
         in_process: it computes in the process of the stage, where no endpoint is given. The servers
             of any other engine are the user's, and a stage that samples with it needs no device.
-        serves: a run starts servers for it (`tuneloop.inference.server`), whose endpoint its stages
-            are given.
-        pulls: its servers can follow published versions of the weights, and pull them.
-        sleeps: its servers can give back the memory of their devices between two rollouts.
-        deterministic: it can give the same bits in every run: always, or where it is asked to.
-        replicas: a run can divide its prompts among several of its servers.
+        serves: a run can start servers for it, whose endpoint its stages are given. Its module has
+            ``open_served_engine`` (`tuneloop.inference.served`), and its settings are a
+            `tuneloop.config.engines.ServingEngine`.
     """
 
     in_process: bool = True
     serves: bool = False
-    pulls: bool = False
-    sleeps: bool = False
-    deterministic: bool = False
-    replicas: bool = False
 
 
 def find_capabilities(kind: str) -> Capabilities:
     """Find the capabilities of the engine `kind`, which is a setting's ``engine.kind``.
 
-    An engine of a third party counts as one with the defaults: only the image of its stages needs
-    to have it, so it cannot be asked where a run is configured.
+    An engine of a third party counts as one with the defaults unless its entry point names a whole
+    module, which states them: only the image of its stages needs to have any other.
 
     Raises:
         AttributeError: an engine that ships with tuneloop states none.
+        UserError: the module of a third party's engine cannot be imported.
     """
-    if kind not in plugins.list_shipped_variants("engines"):
+    module = plugins.find_module("engines", kind)
+    if module is None:
         return Capabilities()
-    capabilities: Capabilities = plugins.load_variant("engines", kind, "CAPABILITIES")
+    capabilities: Capabilities = module.CAPABILITIES
     return capabilities

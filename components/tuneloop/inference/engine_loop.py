@@ -1,4 +1,4 @@
-"""The thread that owns a vLLM engine in a server.
+"""The thread that owns the engine in a server.
 
 Requests that come at the same time share its batches. Commands run in their order. A change of
 weights happens between two steps: running requests finish first (``wait``) or go on with the new
@@ -21,8 +21,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Sampling
-from tuneloop.inference.engines.vllm import Answer, Tokens, Vllm
 from tuneloop.inference.refusals import Refused
+from tuneloop.inference.served import Answer, ServedEngine, Tokens
 from tuneloop.sharing.snapshot import SnapshotFailed
 
 Mode = Literal["wait", "keep"]
@@ -71,7 +71,7 @@ class EngineLoop(threading.Thread):
         waking: whether it is asleep, or awake without weights.
     """
 
-    def __init__(self, engine: Vllm) -> None:
+    def __init__(self, engine: ServedEngine) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine = engine
         self.failed: Callable[[], None] = lambda: None
@@ -103,7 +103,7 @@ class EngineLoop(threading.Thread):
         version: int,
         digest: str,
         mode: Mode = "wait",
-        check: Callable[[Vllm], None] | None = None,
+        check: Callable[[ServedEngine], None] | None = None,
     ) -> dict[str, float]:
         """Change to the weights of a model directory.
 
@@ -126,7 +126,7 @@ class EngineLoop(threading.Thread):
         start = time.perf_counter()
         if mode == "wait" and not self.paused:
             self._drain()
-        if self.broken or self.engine.suspended:
+        if self.broken or self.engine.is_suspended:
             raise Refused(503, self.trouble)
         drained = time.perf_counter()
         served = (self.engine.version, self.engine.digest)
@@ -176,8 +176,8 @@ class EngineLoop(threading.Thread):
             min_version: the oldest that may be served; None: any.
             emit: of the `Ticket`.
             digest: of the checkpoint that has to be served; None: any.
-            prompt_logprobs: as `Vllm.submit`.
-            stream: as `Vllm.submit`.
+            prompt_logprobs: as `ServedEngine.submit`.
+            stream: as `ServedEngine.submit`.
 
         Raises:
             Refused: 409 for another version, 503 where none is served, 400 for bad requests.
@@ -220,7 +220,7 @@ class EngineLoop(threading.Thread):
         self._release()
 
     def sleep(self, level: int) -> None:
-        """Release the device's memory, as `Vllm.sleep` does, once all requests have finished.
+        """Release the device's memory, as `ServedEngine.sleep` does, once all requests have finished.
 
         New requests wait.
         """

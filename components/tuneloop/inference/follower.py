@@ -20,10 +20,9 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store
 from tuneloop.inference.engine_loop import EngineLoop, Mode
-from tuneloop.inference.engines._readback import read_back
 from tuneloop.inference.engines._tensors import Readback, digest_model
-from tuneloop.inference.engines.vllm import PROBE, Vllm
 from tuneloop.inference.refusals import Refused
+from tuneloop.inference.served import PROBE, ServedEngine
 from tuneloop.weights import live, pointer
 from tuneloop.weights.materialize import MARKER, Materialized, materialize_version
 from tuneloop.weights.publication import read_publication
@@ -127,7 +126,7 @@ class Follower(threading.Thread):
         engine = self.loop.engine
 
         def compare() -> tuple[int, Readback]:
-            return engine.version, read_back(engine.engine, self.directory)
+            return engine.version, engine.compare_files(self.directory, every=1)
 
         with self._lock:
             return self.loop.call(compare).result()
@@ -180,7 +179,7 @@ class Follower(threading.Thread):
             comparisons: list[Readback] = []
             files_digest = digest_model(self.directory)
 
-            def prove(engine: Vllm) -> None:
+            def prove(engine: ServedEngine) -> None:
                 comparison = prove_tensors(engine, self.directory)
                 comparisons.append(comparison)
                 engine.tensor_proof = engine.summarize(comparison, files_digest)
@@ -214,13 +213,13 @@ class Follower(threading.Thread):
         return None if record is None else max(0.0, self.pulled["served_at"] - record["at"])
 
 
-def prove_tensors(engine: Vllm, model: Path) -> Readback:
+def prove_tensors(engine: ServedEngine, model: Path) -> Readback:
     """Verify that the engine holds every tensor in `model`.
 
     Raises:
         RuntimeError: some differ, or cannot be read.
     """
-    comparison = read_back(engine.engine, model, PROBE)
+    comparison = engine.compare_files(model, PROBE)
     problems = {
         "differ": comparison.different,
         "cannot be read back from this engine": comparison.unread,

@@ -29,10 +29,10 @@ from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engine_loop import Emit, EngineLoop, Mode, Ticket
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._tensors import Readback, digest_model
-from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.follower import Follower
 from tuneloop.inference.guard import TokenGuard
 from tuneloop.inference.refusals import Refused, create_app
+from tuneloop.inference.served import PROBE, ServedEngine
 
 ALWAYS = ("ids", "logprobs")
 """Fields of a completion that are sent even if they are empty."""
@@ -375,8 +375,8 @@ def change_policy(loop: EngineLoop, policy: Artifact) -> Future[dict[str, float]
     # Reading the files takes as long as changing to them, so it is done before the pause.
     digest = digest_model(model)
 
-    def check(engine: Vllm) -> None:
-        proof = engine.summarize(engine.compare_files(model), digest)
+    def check(engine: ServedEngine) -> None:
+        proof = engine.summarize(engine.compare_files(model, PROBE), digest)
         if proof.different:
             raise RuntimeError(
                 f"{proof.different} of {proof.tensors} tensors of the engine differ from the "

@@ -1,4 +1,4 @@
-"""A vLLM server that lives as long as a run and changes versions in place.
+"""A rollout server that lives as long as a run and changes versions in place.
 
 ::
 
@@ -40,12 +40,13 @@ from tuneloop.core.program import Parser
 from tuneloop.core.server_token import VARIABLE, read_tokens
 from tuneloop.core.store import Store
 from tuneloop.inference.engine_loop import EngineLoop
-from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.follower import Follower
 from tuneloop.inference.guard import TimedProtocol
 from tuneloop.inference.http_api import HttpApi, change_policy
 from tuneloop.inference.refusals import Refused
+from tuneloop.inference.served import open_served_engine
 from tuneloop.kube.resize import PodResizer
+from tuneloop.workflow.plan import VLLM
 
 UVICORN: JsonObject = {
     "http": TimedProtocol,
@@ -100,14 +101,14 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     """Start the engine, its follower and HTTP, and serve until a signal arrives.
 
     Args:
-        listener: bound before vLLM starts, as a port that is taken is a user's mistake.
+        listener: bound before the engine starts, as a port that is taken is a user's mistake.
         options: as `_parse` returns them.
         directory: in which pulled versions are assembled.
 
     Raises:
         Retryable: the engine failed.
     """
-    loop = EngineLoop(Vllm(options.engine_args))
+    loop = EngineLoop(open_served_engine(options.engine, options.engine_args))
     follower = None
     if options.weights:
         follower = Follower(
@@ -120,7 +121,7 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
         )
     policy = _open_policy(options.policy) if options.policy else None
     if policy:
-        # It is verified before seconds go into starting vLLM.
+        # It is verified before seconds go into starting the engine.
         policy.part("model")
     if options.asleep:
         resizer = PodResizer(options.asleep)
@@ -305,10 +306,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "(default: no change)",
     )
     parser.add_argument(
+        "--engine",
+        metavar="KIND",
+        default=VLLM,
+        help=f"the engine, one that serves (default: {VLLM})",
+    )
+    parser.add_argument(
         "--engine-args",
         type=json_object,
         default={},
-        help="vLLM's EngineArgs, a JSON object",
+        help="the engine's own options (of vLLM: its EngineArgs), a JSON object",
     )
     return parser.parse_args(argv)
 
@@ -317,5 +324,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     code = main()
     sys.stderr.flush()
-    # The engine's thread may be in a step, and tearing vLLM down takes seconds.
+    # The engine's thread may be in a step, and tearing an engine down takes seconds.
     os._exit(code)

@@ -268,8 +268,8 @@ def run_server(
     """Run the rollout server for the block, and yield its endpoint.
 
     Args:
-        server: has ``port``, ``engine_args``, ``pull`` (the server follows published versions) and,
-            if it has its own GPUs, ``devices``.
+        server: has ``port``, ``engine_args``, ``pull`` (the server follows published versions),
+            ``engine`` where that is not vLLM and, if it has its own GPUs, ``devices``.
         run: the URL of the run.
         values: have the reference of the ``policy``, and the URL of the published ``weights``.
         pod: what the server works for.
@@ -284,6 +284,8 @@ def run_server(
     command = [sys.executable, "-m", "tuneloop.inference.server"]
     command += [f"--{source}", values[source]]
     command += ["--host", "127.0.0.1", "--port", port]
+    if "engine" in server:
+        command += ["--engine", server["engine"]]
     command += ["--engine-args", json.dumps(server["engine_args"])]
     command += ["--attempts", f"{run}/serve"]
     endpoint = f"http://127.0.0.1:{port}"

@@ -40,6 +40,7 @@ from tuneloop.workflow.loop import (
     output_of,
     step_of,
 )
+from tuneloop.workflow.plan import VLLM
 from tuneloop.workflow.settings import Cluster, ResourceRole
 
 DESCRIPTIONS = {
@@ -152,9 +153,8 @@ def _refuse_unsupported_settings(config: Any) -> None:
     }
     server = config.engine.server
     if server:
-        unsupported["engine.colocate"] = server.colocate
-        unsupported["engine.asleep"] = server.asleep
-        unsupported["engine.snapshot"] = server.snapshot
+        for name, value in server.local_settings.items():
+            unsupported[f"engine.{name}"] = value
         if server.replicas > 1:
             unsupported["engine.replicas"] = server.replicas
     for name, value in unsupported.items():
@@ -448,6 +448,8 @@ def _encode_server(config: LoopPipelineConfig, cluster: Cluster, role: ResourceR
         "engine_args": engine.options,
         "pull": engine.publication is not None,
     }
+    if engine.kind != VLLM:
+        server["engine"] = engine.kind
     server_gpus = config.cluster.sampler.gpus
     if server_gpus:
         # The server gets the last GPUs of the pod; the trainer's ranks use the first.

@@ -118,8 +118,8 @@ def is_stage(argv: Sequence[str]) -> bool:
 
 
 def is_server(argv: Sequence[str]) -> bool:
-    """Return whether `argv` is tuneloop's vLLM server."""
-    return _program(argv) == "inference.server"
+    """Return whether `argv` is tuneloop's server of vLLM; the command names any other engine."""
+    return _program(argv) == "inference.server" and "--engine" not in argv
 
 
 def _program(argv: Sequence[str]) -> str:

@@ -36,7 +36,7 @@ from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.sft import sft
 from tuneloop.training.delegation import CONVERSATION_CHOICES, explain_undelegated
-from tuneloop.workflow.plan import NATIVE, PodPlan, ServerPlan, StagePlan, find_plan
+from tuneloop.workflow.plan import NATIVE, VLLM, PodPlan, ServerPlan, StagePlan, find_plan
 
 LARGEST_NODE = 8 << 40
 """Bytes of memory that no node has: a pod that needs more is never scheduled."""
@@ -346,6 +346,9 @@ def check_shared_gpu(run: CheckedRun) -> Iterator[UserError]:
     """Find a trainer and a rollout server that would both take the one GPU of this machine."""
     servers = run.pods.servers
     if not servers or not run.machine.has_shared_gpu or run.facts.is_demo:
+        return
+    # How the server of another engine takes memory is its own affair.
+    if servers[0].kind != VLLM:
         return
     args = servers[0].engine_args
     share = args.get("gpu_memory_utilization", UTILIZATION)

@@ -24,6 +24,8 @@ from tuneloop.workflow.settings import ResourceRole
 
 PLAN = "tuneloop.dev/plan"
 """Annotation of a Workflow: its `RunPlan`, as JSON."""
+VLLM = "vllm"
+"""The engine of a server whose command names none. The memory of its servers is known."""
 NATIVE = "native"
 """The trainer backend that is tuneloop's own; torchrun starts its ranks."""
 
@@ -144,14 +146,16 @@ class ServerPlan(PodPlan):
     """The rollout servers of a workflow, and the pod of each.
 
     Attributes:
+        kind: of the engine, one that serves.
         port: where each listens.
-        engine_args: vLLM's own options.
+        engine_args: the engine's own options.
         replicas: how many there are.
         weights: URL of the versions that they follow; None: they load the checkpoints that they are
             given.
         asleep: what a pod requests while its server sleeps; empty: the same as awake.
     """
 
+    kind: str = VLLM
     port: int
     engine_args: JsonObject = {}
     replicas: int = 1

@@ -15,7 +15,7 @@ from typing import Any
 from tests.waiting import until
 from tuneloop.formats.rollouts import Completion
 from tuneloop.inference import guard, refusals, server
-from tuneloop.inference.engines import Sampling
+from tuneloop.inference.engines import Sampling, vllm
 from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.kube import resize
 
@@ -101,5 +101,5 @@ if __name__ == "__main__":
     guard.STRANGERS = int(os.environ.get("STRANGERS", guard.STRANGERS))
     resize.ACCOUNT_FILES = os.environ.get("ACCOUNT_FILES", resize.ACCOUNT_FILES)
     resize.PAUSE_S = 0.05
-    server.Vllm = Digits  # type: ignore[misc]
+    vllm.Vllm = Digits  # type: ignore[misc]
     os._exit(server.main(sys.argv[1:]))

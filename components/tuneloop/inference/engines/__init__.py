@@ -2,9 +2,18 @@
 
 A variant is a module with ``open_engine(endpoint, args, timeout_s) -> Engine``, which `rollout` and
 `evaluate` call. An engine serves one set of weights at a time and says which. A module that ships
-with tuneloop also has ``CAPABILITIES`` (`tuneloop.inference.capabilities`) and
-``check_engine_args(args, prefix)``. Both are read before anything runs, on a machine that may lack
-the engine's libraries, and so the module imports none of these at its head.
+with tuneloop, or that an entry point names as a whole, describes itself besides:
+
+- ``CAPABILITIES`` (`tuneloop.inference.capabilities`).
+- ``check_engine_args(args, prefix)`` refuses arguments.
+- ``check_here(args, prefix)``, optional: refuses what cannot be started on this machine.
+- ``open_served_engine(args)``, of an engine that serves: what its servers compute with
+  (`tuneloop.inference.served`).
+- ``SECTION``, of an engine whose settings are its own: ``package.module:Class`` of the class that
+  `tuneloop.config.engines` takes for them.
+
+All of this is read before anything runs, on a machine that may lack the engine's libraries, and so
+the module imports none of these at its head.
 """
 
 from collections.abc import Callable, Sequence
@@ -154,11 +163,23 @@ class Readable(Engine, Protocol):
 
 
 def check_args(name: str, args: JsonMapping, prefix: str) -> None:
-    """Check the arguments of a shipped engine; those of any other engine are checked in its stage.
+    """Check the arguments of an engine that describes itself; any other's are checked in its stage.
 
     Raises:
         UserError: the engine refuses one; the field is `prefix` and the argument's name.
     """
     # What the user chose has to be refused before its libraries are needed.
-    if name in plugins.list_shipped_variants("engines"):
-        plugins.load_variant("engines", name, "check_engine_args")(args, prefix)
+    module = plugins.find_module("engines", name)
+    if module:
+        module.check_engine_args(args, prefix)
+
+
+def check_here(name: str, args: JsonMapping, prefix: str) -> None:
+    """Check that the processes of an engine can be started on this machine, where it can say so.
+
+    Raises:
+        UserError: they cannot; the field is ``engine.kind``, or `prefix` and an argument's name.
+    """
+    module = plugins.find_module("engines", name)
+    if module and hasattr(module, "check_here"):
+        module.check_here(args, prefix)

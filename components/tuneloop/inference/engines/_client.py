@@ -66,22 +66,21 @@ class Client:
         timeout_s: seconds without a byte after which the server counts as dead; also the limit for
             loading a version.
         sleeps: the server leases its device: `load` wakes it, and `close` puts it to sleep at
-            vLLM's level 2, which drops the weights, or keeps them in its snapshot. Untested: it
-            needs a GPU.
+            level 2, which drops the weights, or keeps them in vLLM's snapshot. Untested: it needs
+            a GPU.
         deterministic: require a deterministic server, and discard a lost POST whole: its rest would
             be another batch.
         patience_s: seconds that the server may be away; default: `HERE_S` or `ELSEWHERE_S`, and
             outside a workflow 0 for an address that never answered.
 
     Attributes:
+        name: of the engine that the server has; vLLM's until a policy is loaded.
         fail_fast: give up on a lost server at once; other replicas take its requests.
         pulled: the timings of the last pull, if the server follows published versions.
-        determinism: `Vllm.determinism` of a deterministic server.
+        determinism: `ServedEngine.determinism` of a deterministic server.
         keep_s: seconds for which the server keeps the weights that `load` loads, unless it
             generates with them sooner.
     """
-
-    name = "vllm"
 
     def __init__(
         self,
@@ -95,6 +94,7 @@ class Client:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError("--endpoint", endpoint, "must be an absolute URL: http://host:port")
+        self.name = "vllm"
         self.endpoint = endpoint.rstrip("/")
         self.timeout_s = timeout_s
         self.sleeps = sleeps
@@ -274,6 +274,7 @@ class Client:
             if self.keep_s:
                 request["keep_s"] = self.keep_s
             served = self._json("POST", "/load", request)
+        self.name = served.get("engine", self.name)
         self.context = served["context"]
         self.version = served["version"]
         self.digest = served["digest"]

@@ -27,9 +27,8 @@ class Replicas:
         pulled: `Client.pulled` of the replica that served the version last.
     """
 
-    name = "vllm"
-
     def __init__(self, clients: Sequence[Client]) -> None:
+        self.name = clients[0].name
         self.clients = clients
         self.live = list(clients)
         self.context = 0
@@ -48,6 +47,7 @@ class Replicas:
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         self.call_each(lambda client: client.load(policy, force=force))
+        self.name = self.live[0].name
         self.version = self.live[0].version
         self.digest = self.live[0].digest
         self.context = min(client.context for client in self.live)

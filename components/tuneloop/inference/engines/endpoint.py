@@ -36,7 +36,7 @@ from tuneloop.inference.engines._connection import Lost, open_answer, read_messa
 from tuneloop.inference.fleet import Fleet, open_fleet
 from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
 
-CAPABILITIES = Capabilities(in_process=False, pulls=True)
+CAPABILITIES = Capabilities(in_process=False)
 POLL_S = 0.2
 """Seconds between two reports of progress."""
 FIRST_PAUSE_S = 0.02

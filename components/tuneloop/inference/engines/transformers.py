@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.core import plugins
@@ -29,13 +30,13 @@ from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.capabilities import Capabilities
 from tuneloop.inference.engines import Done, Engine, EngineReport, Sampling, TensorProof
-from tuneloop.inference.engines._tensors import compare_state, digest_model
+from tuneloop.inference.engines._tensors import Readback, compare_state, digest_model
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import DynamicCache
 
-CAPABILITIES = Capabilities(deterministic=True)
+CAPABILITIES = Capabilities()
 
 
 def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> Engine:
@@ -93,22 +94,29 @@ class Transformers:
         self.digest = ""
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
+        if force or self.digest != policy.manifest.digest:
+            version = VersionFacts.read(policy).version
+            self.change(policy.part("model"), version, policy.manifest.digest)
+
+    def change(self, directory: Path, version: int, digest: str) -> None:
+        """Serve the weights in a model directory.
+
+        Raises:
+            UserError: transformers cannot sample from the model, or not with these arguments.
+        """
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
-        if self.digest == policy.manifest.digest and not force:
-            return
         self.version = -1
         self.digest = ""
         disable_progress_bar()
-        directory = policy.part("model")
         if self.attention and not supports_attention(find_model_class(directory), self.attention):
             remedy = "transformers' class of this model cannot compute with it; leave it out"
             raise UserError("--engine-args attn_implementation", self.attention, remedy)
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=self.dtype, attn_implementation=self.attention
         )
-        self.serve(model, VersionFacts.read(policy).version, policy.manifest.digest)
+        self.serve(model, version, digest)
 
     def serve(self, model: Any, version: int, digest: str) -> None:
         """Serve a model of this process; the engine owns it from then on."""
@@ -157,9 +165,15 @@ class Transformers:
     def read_back(self, policy: Artifact) -> TensorProof:
         """Compare the tensors of the model with those of a checkpoint."""
         model = policy.part("model")
-        comparison = compare_state(self.model.state_dict(), model)
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        return comparison.summarize(digest_model(model), dtype)
+        return self.summarize(self.compare_files(model), digest_model(model))
+
+    def compare_files(self, model: Path, every: int = 1) -> Readback:
+        """Compare all tensors with those of a model directory, whatever `every` says."""
+        return compare_state(self.model.state_dict(), model)
+
+    def summarize(self, comparison: Readback, digest: str) -> TensorProof:
+        """Add the digest of the files that were compared, and the dtype of the model."""
+        return comparison.summarize(digest, str(self.model.dtype).removeprefix("torch."))
 
     def close(self) -> None:
         self.version = -1

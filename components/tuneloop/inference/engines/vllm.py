@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,14 @@ from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.capabilities import Capabilities
 from tuneloop.inference.engines import Done, Engine, EngineReport, Sampling, TensorProof
-from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._readback import read_back, reload_weights, reset_prefix_cache
-from tuneloop.inference.engines._replicas import Replicas
 from tuneloop.inference.engines._start_errors import explain_start_error
 from tuneloop.inference.engines._tensors import Readback, digest_model
-from tuneloop.inference.engines._vllm_start import describe_kernels, start_engine
+from tuneloop.inference.engines._vllm_start import INSTALL, describe_kernels, start_engine
+from tuneloop.inference.served import PROBE, Answer, ServedEngine, Tokens, open_client
 from tuneloop.sharing.snapshot import check_snapshots, resume_processes, suspend_process
 
-CAPABILITIES = Capabilities(serves=True, pulls=True, sleeps=True, deterministic=True, replicas=True)
+CAPABILITIES = Capabilities(serves=True)
 DETERMINISTIC = "deterministic"
 SNAPSHOT = "snapshot"
 ADDED_ARGS = (DETERMINISTIC, SNAPSHOT)
@@ -52,21 +50,6 @@ With other values a rollout would not be what its manifest says.
 """
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Fields of a model's configuration that may differ between versions of one policy."""
-PROBE = 16
-"""After each change, one column in so many is read back from the layers that are packed."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The newest tokens of a request that is streamed, and the version that made them."""
-
-    ids: list[int]
-    logprobs: list[float]
-    version: int
-
-
-Answer = Completion | Tokens
-"""What a step yields for a request: its completion at the end, or new tokens that it streams."""
 
 
 def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> Engine:
@@ -83,17 +66,17 @@ def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> En
     """
     if not endpoint:
         return Vllm(args)
-    deterministic = bool(args.get(DETERMINISTIC))
-    if "," not in endpoint:
-        sleeps = bool(args.get("enable_sleep_mode") or args.get(SNAPSHOT))
-        return Client(endpoint, timeout_s, sleeps=sleeps, deterministic=deterministic)
-    if deterministic:
-        remedy = (
-            "several servers divide a batch by which of them are up: "
-            "deterministic needs a single one"
-        )
-        raise UserError("--endpoint", endpoint, remedy)
-    return Replicas([Client(url.strip(), timeout_s) for url in endpoint.split(",")])
+    return open_client(
+        endpoint,
+        timeout_s,
+        sleeps=bool(args.get("enable_sleep_mode") or args.get(SNAPSHOT)),
+        deterministic=bool(args.get(DETERMINISTIC)),
+    )
+
+
+def open_served_engine(args: JsonMapping) -> ServedEngine:
+    """Open what a server computes with. Raises UserError: an argument that tuneloop sets."""
+    return Vllm(args)
 
 
 def check_engine_args(args: JsonMapping, prefix: str = "--engine-args ") -> None:
@@ -111,12 +94,17 @@ def check_engine_args(args: JsonMapping, prefix: str = "--engine-args ") -> None
 
 
 def check_here(args: JsonMapping, prefix: str) -> None:
-    """Refuse arguments that the installed vLLM does not have; do nothing if none is installed.
+    """Refuse arguments that the installed vLLM does not have: options differ by its release.
 
-    Its source is read, as importing it takes seconds. Raises as `check_engine_args`.
+    Its source is read, as importing it takes seconds.
+
+    Raises:
+        UserError: vLLM is not installed, or lacks an option.
     """
     spec = importlib.util.find_spec("vllm")
-    if not args or spec is None or spec.origin is None:
+    if spec is None:
+        raise UserError("engine.kind", "vllm", INSTALL)
+    if not args or spec.origin is None:
         return
     source = (Path(spec.origin).with_name("engine") / "arg_utils.py").read_bytes()
     options: list[str] = []
@@ -134,7 +122,7 @@ def check_here(args: JsonMapping, prefix: str) -> None:
 
 
 class Vllm:
-    """`Engine` over vLLM's engine in this process.
+    """`Engine` and `ServedEngine` over vLLM's engine in this process.
 
     `generate` and `score` are for one caller; a server drives `begin_batch`, `submit`, `step` and
     `abort` from the thread that owns the engine.
@@ -176,6 +164,11 @@ class Vllm:
         self._versions: dict[str, list[int]] = {}
         # Of requests that are streamed: all tokens so far.
         self._streamed: dict[str, Tokens] = {}
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether its processes are stopped while it sleeps."""
+        return bool(self.suspended)
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         """Serve `policy`. Raises as `change`."""
