@@ -1,8 +1,7 @@
 """What samples completions: the section ``engine``, one class for each kind of engine.
 
 Each class has the settings that mean something for its engine. How new weights reach its servers is
-a section inside, `weights`, again of several kinds: servers *load* checkpoints, *pull* published
-versions, or are given each version by a *refit*.
+a section inside, `weights` (`tuneloop.config.engine_weights`).
 
 An engine that serves has a class that extends `ServingEngine`: the graphs of Argo and of Kubeflow
 Pipelines ask it for the servers to start. An engine whose class is not among these here names it in
@@ -23,6 +22,14 @@ from pydantic import (
     model_validator,
 )
 
+from tuneloop.config.engine_weights import (
+    FleetWeights,
+    LoadCheckpoints,
+    OwnWeights,
+    PullByFleet,
+    PullVersions,
+    RefitFleet,
+)
 from tuneloop.config.sections import (
     PLUGIN,
     PluginSection,
@@ -36,76 +43,10 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.inference.capabilities import Capabilities, find_capabilities
 from tuneloop.inference.engines import check_args
 from tuneloop.inference.engines.endpoint import check_urls
-from tuneloop.inference.fleet import open_fleet
-from tuneloop.weights.codec import Encoding
 from tuneloop.workflow.settings import MEMORY
 
 SHORT_CONTEXT = {"max_model_len": 256, "enforce_eager": True}
 """vLLM's arguments where none are set: a short context without graph capture, for the demo."""
-
-
-class LoadCheckpoints(BaseModel, frozen=True, extra="forbid"):
-    """The servers load each checkpoint from the store, in place."""
-
-    kind: Literal["load"] = Field("load", description="servers load checkpoints from the store")
-
-
-class PullVersions(BaseModel, frozen=True, extra="forbid"):
-    """Each version is published as a delta to the one before, and the servers pull it."""
-
-    kind: Literal["pull"] = Field("pull", description="each version is a delta, which servers pull")
-    url: str | None = Field(
-        None, description="URL to publish versions below; default: <store>/<run>/weights"
-    )
-    encoding: Encoding = Field(
-        "gap8-xor", description="format of deltas; slime and SGLang read xor and overwrite, too"
-    )
-
-    @property
-    def has_base_version(self) -> bool:
-        """Whether the base model is published, as version 0."""
-        return True
-
-
-class PullByFleet(PullVersions, frozen=True, extra="forbid"):
-    """Servers of yours pull the versions, and may have the base model already."""
-
-    fleet_has_base: bool = Field(
-        False, description="publish no version 0: replicas start on the base model (--base)"
-    )
-
-    @property
-    def has_base_version(self) -> bool:
-        return not self.fleet_has_base
-
-
-class RefitFleet(BaseModel, frozen=True, extra="forbid"):
-    """Servers that do not pull are given each version before it is sampled from."""
-
-    kind: Literal["refit"] = Field("refit", description="each server is given a version before use")
-    fleet: str = Field(
-        description="the servers: http://host:port,…, dns://name:port, service://name.namespace, "
-        "dynamo://name.namespace"
-    )
-
-    @model_validator(mode="after")
-    def _check_fleet(self) -> Self:
-        open_fleet(self.fleet)
-        return self
-
-
-OwnWeights = Annotated[
-    Annotated[LoadCheckpoints, Tag("load")] | Annotated[PullVersions, Tag("pull")],
-    Discriminator(make_kind_reader("load", ("load", "pull"))),
-    BeforeValidator(expand_text),
-]
-"""How weights reach servers that the run starts."""
-FleetWeights = Annotated[
-    Annotated[PullByFleet, Tag("pull")] | Annotated[RefitFleet, Tag("refit")],
-    Discriminator(make_kind_reader("pull", ("pull", "refit"))),
-    BeforeValidator(expand_text),
-]
-"""How weights reach servers of yours."""
 
 
 class Asleep(BaseModel, frozen=True, extra="forbid"):
@@ -468,7 +409,7 @@ EngineConfig = Annotated[
     Annotated[VllmEngine, Tag("vllm")]
     | Annotated[TransformersEngine, Tag("transformers")]
     | Annotated[EndpointEngine, Tag("endpoint")]
-    | Annotated[PluginEngine, WrapValidator(validate_plugin), SerializeAsAny(), Tag(PLUGIN)],
+    | Annotated[SerializeAsAny[PluginEngine], WrapValidator(validate_plugin), Tag(PLUGIN)],
     Discriminator(make_kind_reader("vllm", ("vllm", "transformers", "endpoint", PLUGIN))),
     BeforeValidator(expand_text),
 ]

@@ -2,6 +2,13 @@
 
 import pytest
 
+from tuneloop.config.engines import (
+    EndpointEngine,
+    Engine,
+    ServingEngine,
+    TransformersEngine,
+    VllmEngine,
+)
 from tuneloop.core import plugins
 from tuneloop.inference.capabilities import Capabilities, find_capabilities
 
@@ -11,12 +18,10 @@ def test_every_engine_that_ships_states_its_capabilities(kind: str) -> None:
     assert isinstance(find_capabilities(kind), Capabilities)
 
 
-def test_only_engines_with_servers_pull_sleep_or_have_replicas() -> None:
-    for kind in plugins.list_shipped_variants("engines"):
-        capabilities = find_capabilities(kind)
-        has_servers = capabilities.serves or not capabilities.in_process
-        assert has_servers or not capabilities.pulls
-        assert capabilities.serves or not (capabilities.sleeps or capabilities.replicas)
+@pytest.mark.parametrize("section", [VllmEngine, TransformersEngine, EndpointEngine])
+def test_an_engine_that_serves_is_one_whose_settings_have_a_server(section: type[Engine]) -> None:
+    kind = section.model_fields["kind"].default
+    assert find_capabilities(kind).serves == issubclass(section, ServingEngine)
 
 
 def test_an_engine_that_is_not_installed_counts_as_one_in_the_process_of_its_stage() -> None:
