@@ -8,7 +8,7 @@ from tests.local.loops import command, finish
 from tests.served import install_engine
 from tuneloop.core.artifacts import Artifact
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 
 def test_a_loop_samples_from_the_server_of_an_engine_that_is_none_of_ours(
