@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 
 SAME = "same_artifact"
@@ -83,13 +84,31 @@ class Task:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
+    def write_metrics(self, name: str, scalars: JsonMapping) -> None:
+        """Write an output artifact of type Metrics: the UI reads its scalars from the metadata, and
+        whoever downloads it from the file.
+        """
+        self.describe(name, scalars)
+        self.write(name, json.dumps(scalars))
+
     def finish(self) -> None:
-        """Write the executor output, and a file for each output that has none."""
+        """Write the executor output.
+
+        Raises:
+            UserError: an output artifact that the component declares has no file.
+        """
+        missing = [
+            name for name, artifact in self.outputs.items() if not get_local_path(artifact).exists()
+        ]
+        # KFP would not cache such a task, and its UI would show an empty artifact.
+        if missing:
+            remedy = (
+                "was written by nothing: compile the pipeline with the release of tuneloop that is "
+                "in cluster.images"
+            )
+            raise UserError("output", ", ".join(missing), remedy)
         artifacts: JsonObject = {}
         for name, artifact in self.outputs.items():
-            # KFP does not cache a task one of whose outputs has no file.
-            if not get_local_path(artifact).exists():
-                self.write(name, json.dumps(artifact.get("metadata", {})))
             message = {key: artifact[key] for key in ARTIFACT_FIELDS if key in artifact}
             artifacts[name] = {"artifacts": [message]}
         values = {name: value for name, value in self.results.items() if name in self.result_names}

@@ -28,13 +28,12 @@ from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.server_token import VARIABLE, create_token_file
 from tuneloop.core.store import Store
-from tuneloop.kfp import previews
 from tuneloop.kfp.api import RunApi
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import CONTINUED, TARGET, build_handle, encode_parameter
+from tuneloop.kfp.ui_outputs import CommittedArtifact, LoopProgress, write_loop_outputs
 from tuneloop.local.iterations import Iterations, StageEnded
-from tuneloop.ui.report import render_metrics
 from tuneloop.workflow.loop import output_of, step_of
 from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.pod_loop import PodLoop
@@ -250,7 +249,6 @@ class IterationsTask:
             run_id = self.api.start_next_run(self.task.parameters["run_id"])
             line = f"after iteration {position.last} the run continues as {run_id}"
             print(line, file=sys.stderr)
-        self.task.finish()
         return 0
 
 
@@ -332,7 +330,11 @@ def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) ->
 
 
 def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
-    """Report the progress of the loop to KFP: handles, the last rewards, and curves."""
+    """Report the progress of the loop to KFP: handles, and what the UI shows.
+
+    Raises:
+        UserError: the component declares an output that is not written here.
+    """
     last = position.last
     store = Store(task.parameters["url"])
     stride = -(-last // CURVE_POINTS)
@@ -355,11 +357,10 @@ def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
             handle[CONTINUED] = last
         task.describe(name, handle)
         task.write(name, f"{json.dumps(handle, indent=1)}\n")
-    task.describe("results", rows[-1])
-    task.write("curves", render_metrics("iterations", rows, "iteration"))
     scorer = step_of(loop.reward)
-    rewards = newest.manifests[scorer]
-    previews.write_artifact_page(task, "preview", f"{newest.url}/{scorer}", rewards)
+    rewards = CommittedArtifact(f"{newest.url}/{scorer}", newest.manifests[scorer])
+    write_loop_outputs(task, LoopProgress(rows, rewards))
+    task.finish()
 
 
 def find_position(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfp import dsl
-from kfp.dsl import HTML, Dataset, Input, Markdown, Metrics, Model, Output
+from kfp.dsl import HTML, Dataset, Input, Metrics, Model, Output
 
 from tuneloop.argo.run_plan import plan_loop, plan_pod_stages
 from tuneloop.config.loop import LoopPipelineConfig
@@ -479,9 +479,8 @@ def _build_iterations_signature(loop: Loop, types: JsonMapping) -> Signature:
     kinds: JsonObject = {URL: str, "run_id": str, "seed": int, TARGET: float}
     for name in loop.carry:
         kinds[get_output_name(name)] = Output[types[name]]
-    kinds["results"] = Output[Metrics]
-    kinds["preview"] = Output[Markdown]
-    kinds["curves"] = Output[HTML]
+    for name, kind in template.UI_TYPES.items():
+        kinds[name] = Output[kind]
     kinds["last_iteration"] = dsl.OutputPath(int)
     kinds[output_of(loop.reward).replace("-", "_")] = dsl.OutputPath(float)
     signature = template.define_inputs(types, dict.fromkeys(types, True))

@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     rewards = {
         f"{score.method} (version {score.version})": score.value for score in run.evaluations()
     }
-    task.describe("rewards", rewards)
+    task.write_metrics("rewards", rewards)
     task.finish()
     return 0
 

@@ -3,7 +3,8 @@
 The stage's program runs with the flags of the executor input and ends with its own exit code; a
 stage of several nodes is a JobSet, which this program launches and follows. Then the committed
 artifact is reported to KFP: a *handle* (reference, digest, version and results, as the metadata of
-an artifact that holds the manifest), scalars, a preview, curves. The weights stay in the store.
+an artifact that holds the manifest), and what the UI shows (`kfp/ui_outputs.py`). The weights stay
+in the store.
 
 **The end of a loop.** KFP cannot leave a loop early, so the stages of unrolled iterations after its
 end run as empty tasks. The `policy_update` of the iteration whose rewards reach ``target_reward``
@@ -28,12 +29,13 @@ from tuneloop.cluster.launch import main as follow_job
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
 from tuneloop.core.component import Component
+from tuneloop.core.errors import report_errors
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.program import encode_flags, encode_value
 from tuneloop.core.store import Store
-from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
+from tuneloop.kfp.ui_outputs import CommittedArtifact, write_stage_outputs
 from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.settings import Cluster
 
@@ -79,15 +81,18 @@ def main(argv: Sequence[str]) -> int:
     def read_progress() -> str:
         return " ".join(Store(f"{url}/resume").keys())
 
-    code = retry_in_process(run_stage, read_progress, url=url)
-    if code:
-        return code
-    # The other ranks of torchrun would write the same files.
-    if int(os.environ.get("RANK", "0")) == 0:
+    @report_errors
+    def report_output() -> int:
         manifest = find_manifest(url)
         assert manifest is not None, "the stage has just committed it"
         report_commit(stage, task, manifest)
-    return 0
+        return 0
+
+    code = retry_in_process(run_stage, read_progress, url=url)
+    # The other ranks of torchrun would write the same files.
+    if code or int(os.environ.get("RANK", "0")):
+        return code
+    return retry_in_process(report_output, str)
 
 
 def launch_jobset(
@@ -195,7 +200,11 @@ def report_skipped_stage(stage: Component, task: Task, reason: str) -> None:
 
 
 def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
-    """Report the committed artifact to KFP."""
+    """Report the committed artifact to KFP.
+
+    Raises:
+        UserError: the component declares an output that is not written here.
+    """
     url = split_ref(task.parameters[URL])[0]
     handle = build_handle(url, manifest)
     reward = task.inputs.get("rewards", {}).get("mean_reward")
@@ -206,12 +215,7 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
             handle[REACHED] = iteration
     task.describe(stage.output, handle)
     task.write(stage.output, manifest.model_dump_json(indent=1))
-    if "results" in task.outputs:
-        task.describe("results", manifest.scalars)
-    if "preview" in task.outputs:
-        previews.write_artifact_page(task, "preview", url, manifest)
-    if "curves" in task.outputs:
-        previews.write_curves(task, "curves", url, manifest)
+    write_stage_outputs(task, CommittedArtifact(url, manifest))
     for name, value in manifest.results.items():
         # KFP's parameters have no null: a result that is not there has the value of a skipped
         # task's.

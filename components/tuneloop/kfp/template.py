@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin
 
 from kfp import dsl, kubernetes
-from kfp.dsl import HTML, Dataset, Input, Markdown, Metrics, Model, Output
+from kfp.dsl import Dataset, Input, Metrics, Model, Output
 from kfp.dsl.pipeline_channel import PipelineArtifactChannel
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -24,6 +24,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp.io import SAME
 from tuneloop.kfp.stage import TARGET, URL, get_result_name
+from tuneloop.kfp.ui_outputs import UI_OUTPUTS
 from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import AUTO, SANDBOX, Cluster, ResourceRole
 
@@ -35,6 +36,8 @@ TYPES = {
     "metrics": Metrics,
 }
 """Input or output → artifact type; any other is a Dataset."""
+UI_TYPES: JsonMapping = {output.name: getattr(dsl, output.type) for output in UI_OUTPUTS}
+"""Output that the UI shows → artifact type."""
 DESCRIPTIONS = {
     URL: "where the output is committed",
     # The loop ends once the mean of an iteration's rewards is at least this.
@@ -381,14 +384,11 @@ def _request_resources(task: dsl.PipelineTask, cluster: Cluster, role: ResourceR
 
 
 def choose_output_types(stage: Component) -> JsonObject:
-    """Return the stage's output artifacts → type: first the handle, then those that the UI shows."""
+    """Return output artifact of a stage → type: the handle, and those that the UI shows."""
     types: JsonObject = {stage.output: TYPES.get(stage.kind, Dataset)}
-    # Metrics are scalars themselves.
-    if stage.kind != "metrics":
-        types["results"] = Metrics
-    types["preview"] = Markdown
-    if stage.kind == "checkpoint" and "loss" in stage.results:
-        types["curves"] = HTML
+    for output in UI_OUTPUTS:
+        if output.applies_to(stage):
+            types[output.name] = UI_TYPES[output.name]
     return types
 
 

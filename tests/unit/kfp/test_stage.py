@@ -14,8 +14,10 @@ from kfp.pipeline_spec import pipeline_spec_pb2
 from tests.frozen import read_answers
 from tests.unit import toy
 from tuneloop.core.artifacts import Artifact, find_manifest
+from tuneloop.core.errors import EXIT_USER, UserError
 from tuneloop.kfp import io, stage
-from tuneloop.kfp.iterations import find_position
+from tuneloop.kfp.iterations import find_position, report_iterations
+from tuneloop.kfp.ui_outputs import UI_OUTPUTS
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
 
 
@@ -26,10 +28,16 @@ class Launcher:
         self.directory, self.run = directory, f"file://{directory}/run"
 
     def start(
-        self, name: str, at: str, inputs: dict[str, Any] | None = None, **parameters: Any
+        self,
+        name: str,
+        at: str,
+        inputs: dict[str, Any] | None = None,
+        further_outputs: tuple[str, ...] = (),
+        **parameters: Any,
     ) -> int:
         from tuneloop.kfp.template import choose_output_types
 
+        outputs = [*choose_output_types(getattr(toy, name)), *further_outputs, io.LOGS]
         task = self.directory / "kfp" / at
         task.mkdir(parents=True, exist_ok=True)
         (task / io.LOGS).write_text("of the launcher")
@@ -48,7 +56,7 @@ class Launcher:
             "outputs": {
                 "artifacts": {
                     each: {"artifacts": [{"name": each, "uri": str(task / each)}]}
-                    for each in (*choose_output_types(getattr(toy, name)), io.LOGS)
+                    for each in outputs
                 },
                 "parameters": {
                     each: {"outputFile": str(task / "x")} for each in getattr(toy, name).results
@@ -113,6 +121,57 @@ def test_a_stage_tells_what_it_committed(launcher: Launcher, tmp_path: Path) -> 
     (curve,) = read_answers((shown / "curves").read_text())["/curves"]["curves"]
     assert (curve["name"], curve["y"]) == ("loss", [3.0, 1.5, 1.0])
     assert json.loads((shown / "results").read_text()) == {"loss": 1.0, "version": 1}
+
+
+def test_the_task_of_a_stage_fails_where_a_declared_output_is_not_written(
+    launcher: Launcher, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As a pipeline has it that a newer release has compiled."""
+    assert launcher.start("sft", "sft", further_outputs=("samples",)) == EXIT_USER
+    assert "output: 'samples': was written by nothing: compile" in capfd.readouterr().err
+    assert not (tmp_path / "kfp/sft/executor_output.json").exists()
+
+
+def test_the_task_of_iterations_writes_every_output_of_the_ui(tmp_path: Path) -> None:
+    run = f"file://{tmp_path}/run"
+    toy.make(run, iterations=2)
+    names = [name.replace("_", "-") for name in ("rollout", "reward", "policy_update")]
+    steps = [StageCall(name=name, command=[], flags=[], wires={}, output="x") for name in names]
+    carry = {"policy": "policy-update.checkpoint"}
+    loop = PodLoop(steps=steps, carry=carry, reward="reward.mean-reward")
+    outputs = ["last_policy", *(output.name for output in UI_OUTPUTS)]
+
+    def read_task(*further_outputs: str) -> io.Task:
+        names = [*outputs, *further_outputs]
+        artifacts = {
+            name: {"artifacts": [{"name": name, "uri": f"{tmp_path}/{name}"}]} for name in names
+        }
+        output_file = str(tmp_path / "executor_output.json")
+        return io.Task.read(
+            json.dumps(
+                {
+                    "inputs": {"parameterValues": {"url": run}},
+                    "outputs": {"artifacts": artifacts, "outputFile": output_file},
+                }
+            )
+        )
+
+    start = {"policy": {"ref": "r"}}
+    position = find_position(loop, run, start, iterations=2, target_reward=2.0)
+    with pytest.raises(UserError, match="samples"):
+        report_iterations(read_task("samples"), loop, position)
+    assert not (tmp_path / "executor_output.json").exists()
+    for name in outputs:
+        (tmp_path / name).unlink()
+    report_iterations(read_task(), loop, position)
+    written = json.loads((tmp_path / "executor_output.json").read_text())["artifacts"]
+    assert list(written) == outputs
+    scalars = json.loads((tmp_path / "results").read_text())
+    assert scalars["iteration"] == 2
+    assert written["results"]["artifacts"][0]["metadata"] == scalars
+    curves = read_answers((tmp_path / "curves").read_text())["/curves"]["curves"]
+    assert {tuple(curve["x"]) for curve in curves} == {(1, 2)}
+    assert f"{run}/iterations/2/reward@" in (tmp_path / "preview").read_text()
 
 
 def test_a_failed_stage_says_nothing(launcher: Launcher, tmp_path: Path) -> None:
