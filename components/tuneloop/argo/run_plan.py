@@ -71,13 +71,9 @@ def plan_stages(
 
 
 def plan_pipeline_stage(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> StagePlan:
-    """Plan a stage that has a pod of its own; the run's seed and weights URL are among its
-    parameters.
-    """
-    shared: JsonObject = {"seed": config.seed}
-    shared |= config.published(RUN)
+    """Plan a stage that has a pod of its own; the run's parameters are among its own."""
     wired = spec.accepted(["iteration", "endpoint"]) if loop else []
-    return plan_stage(spec.with_shared(shared), config.cluster, wired)
+    return plan_stage(spec.with_shared(config.run_parameters(RUN)), config.cluster, wired)
 
 
 def plan_stage(spec: StageSpec, cluster: Cluster, wired: Sequence[str] = ()) -> StagePlan:
@@ -139,8 +135,8 @@ def _add_loop(
         return plan.model_copy(update={"servers": servers, "loop": loop_plan})
     # The URL of the weights is a value of the loop here, which the pod gives to its stages.
     loop_plan = plan_loop(loop, specs, config, config.published(RUN))
-    seeded_specs = [spec.with_shared({"seed": config.seed}) for spec in specs]
-    inner_stages = plan_pod_stages(loop_plan, seeded_specs, config.cluster)
+    specs_with_settings = [spec.with_shared(config.run_settings) for spec in specs]
+    inner_stages = plan_pod_stages(loop_plan, specs_with_settings, config.cluster)
     pod = plan_pod(inner_stages.values(), config.cluster)
     loop_plan = loop_plan.model_copy(update={"pod": pod})
     stages = dict(plan.stages)

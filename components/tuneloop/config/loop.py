@@ -35,8 +35,8 @@ UNREACHED = 1e9
 class LoopConfig(BaseModel, frozen=True, extra="forbid"):
     """When the loop ends, and how its iterations become pods and workflows.
 
-    A setting that ends the loop is also read by `argo/pipeline.py` (`read_limits`), `argo/run_plan.py`,
-    `kfp/pipeline.py` and `workflow/loop_state.py`.
+    A setting that ends the loop is also read by `argo/pipeline.py` (`read_limits`),
+    `argo/run_plan.py`, `kfp/pipeline.py`, `kfp/loop.py` and `workflow/loop_state.py`.
     """
 
     iterations: int = Field(60, ge=1, description="maximum number of iterations")
@@ -167,7 +167,8 @@ class LoopPipelineConfig(PipelineConfig):
         return None
 
     def published(self, run: str) -> dict[str, str]:
-        """Return where new versions are published below the URL `run`, if servers pull them."""
+        """Return where new versions are published below the URL `run`, if servers pull them: as the
+        parameter ``weights``."""
         publication = self.engine.publication
         return {"weights": publication.url or f"{run}/weights"} if publication else {}
 

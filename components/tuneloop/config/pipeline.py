@@ -5,11 +5,18 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, create_model, model_validator
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.workflow.settings import Cluster
 
+RUN_SETTINGS = ("seed",)
+"""Fields of `PipelineConfig` that every stage gets which has a parameter of that name.
+
+Argo's and KFP's graphs, and the task of KFP that runs iterations, read them here: a further one is
+a field and its name. On KFP a user may set them for each run, as parameters of the compiled
+pipeline.
+"""
 SET_BY_PIPELINE = {
-    # The run's own.
-    "seed",
+    # The run's own (with `RUN_SETTINGS`).
     "iteration",
     "model",
     "required",
@@ -24,7 +31,7 @@ SET_BY_PIPELINE = {
     "weights",
     "publish_weights",
     "weight_encoding",
-}
+}.union(RUN_SETTINGS)
 """Parameters of stages that a pipeline gives: they are in no section of its configuration."""
 PAIRS = {"preference", "preference_eval"}
 """Parameters of `data_prep` for the pipelines alone that train on pairs."""
@@ -96,10 +103,20 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
             fields[name] = (section, section()) if isinstance(section, type) else section
         return create_model("Config", __base__=cls, **fields)
 
+    @property
+    def run_settings(self) -> JsonObject:
+        """The `RUN_SETTINGS` and their values."""
+        return {name: getattr(self, name) for name in RUN_SETTINGS}
+
     def published(self, run: str) -> dict[str, str]:
         """Return where the stages of the run at the URL `run` publish checkpoints as weight
-        versions, if they do."""
+        versions, if they do: parameter of the stages → URL."""
         return {}
+
+    def run_parameters(self, run: str) -> JsonObject:
+        """Return the parameters that every stage of the run at the URL `run` gets, if it has
+        them."""
+        return self.run_settings | self.published(run)
 
     @model_validator(mode="after")
     def _check_backends(self) -> "PipelineConfig":

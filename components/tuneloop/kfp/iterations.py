@@ -9,28 +9,22 @@ the whole run.
 import argparse
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
+from tuneloop.config.pipeline import RUN_SETTINGS
 from tuneloop.core.artifacts import MANIFEST, Manifest, parse_manifest
-from tuneloop.core.errors import EXIT_RETRY, Interrupted, Unavailable, report_errors
-from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.errors import Interrupted, report_errors
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.core.server_token import VARIABLE, create_token_file
 from tuneloop.core.store import Store
 from tuneloop.kfp.api import RunApi
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
+from tuneloop.kfp.rollout_server import run_server
 from tuneloop.kfp.stage import CONTINUED, TARGET, build_handle, encode_parameter
 from tuneloop.kfp.ui_outputs import CommittedArtifact, LoopProgress, write_loop_outputs
 from tuneloop.local.iterations import Iterations, StageEnded
@@ -38,14 +32,10 @@ from tuneloop.workflow.loop import output_of, step_of
 from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.pod_loop import PodLoop
 
+RUN = "@run@"
+"""What stands for the URL of the run, which is a parameter of the task, in its flags."""
 CURVE_POINTS = 500
 """The maximum number of iterations in a curve, evenly spread."""
-BOOT_S = 600.0
-"""Seconds within which a server must be ready."""
-HEALTH_TIMEOUT_S = 5.0
-"""Seconds that a starting server has to answer a question about its health."""
-GRACE_S = 30.0
-"""Seconds that a server has to end."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +91,8 @@ def main(argv: Sequence[str]) -> int:
     task = Task.read(options.executor_input)
     url = task.parameters["url"]
     values = {name: handle["ref"] for name, handle in task.inputs.items()}
-    values["seed"] = encode_parameter(task.parameters["seed"])
+    values |= read_run_parameters(task, options.published)
     values["endpoint"] = options.endpoint
-    values["weights"] = options.weights or f"{url}/weights"
     iterations_task = IterationsTask(
         task=task,
         loop=PodLoop.model_validate_json(options.loop),
@@ -122,6 +111,20 @@ def main(argv: Sequence[str]) -> int:
     )
 
 
+def read_run_parameters(task: Task, published: Mapping[str, str]) -> dict[str, str]:
+    """Read what every stage gets which has a parameter of that name
+    (`config.pipeline.PipelineConfig.run_parameters`), as values of flags.
+
+    Args:
+        task: has the settings of the run, and its URL.
+        published: parameter → URL, with `RUN` for that of the run.
+    """
+    parameters = {name: encode_parameter(task.parameters[name]) for name in RUN_SETTINGS}
+    for name, location in published.items():
+        parameters[name] = location.replace(RUN, task.parameters["url"])
+    return parameters
+
+
 def _parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tuneloop.kfp.iterations", description=__doc__)
     parser.add_argument(
@@ -138,9 +141,18 @@ def _parse_options(argv: Sequence[str]) -> argparse.Namespace:
         "--endpoint", default="", help="URL of rollout servers outside of this task"
     )
     parser.add_argument(
-        "--server", type=json.loads, metavar="JSON", help="a rollout server to run, see run_server"
+        "--server",
+        type=json.loads,
+        metavar="JSON",
+        help="a rollout server to run, see tuneloop.kfp.rollout_server",
     )
-    parser.add_argument("--weights", help="URL of published versions; default: below the run's")
+    parser.add_argument(
+        "--published",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help=f"parameters of all stages that follow from the run's URL, for which {RUN} stands",
+    )
     parser.add_argument("--executor-input", required=True)
     return parser.parse_args(argv)
 
@@ -257,76 +269,6 @@ def get_output_name(value: str) -> str:
     iteration.
     """
     return f"last_{value}"
-
-
-@contextlib.contextmanager
-def run_server(
-    server: JsonMapping, run: str, values: Mapping[str, str], pod: Iterations
-) -> Iterator[str]:
-    """Run the rollout server for the block, and yield its endpoint.
-
-    Args:
-        server: has ``port``, ``engine_args``, ``pull`` (the server follows published versions),
-            ``engine`` where that is not vLLM and, if it has its own GPUs, ``devices``.
-        run: the URL of the run.
-        values: have the reference of the ``policy``, and the URL of the published ``weights``.
-        pod: what the server works for.
-
-    Raises:
-        StageEnded: the server exited before it was ready.
-        Unavailable: it was not ready within `BOOT_S`.
-        Interrupted: `pod` was stopped before it was ready.
-    """
-    port = str(server["port"])
-    source = "weights" if server["pull"] else "policy"
-    command = [sys.executable, "-m", "tuneloop.inference.server"]
-    command += [f"--{source}", values[source]]
-    command += ["--host", "127.0.0.1", "--port", port]
-    if "engine" in server:
-        command += ["--engine", server["engine"]]
-    command += ["--engine-args", json.dumps(server["engine_args"])]
-    command += ["--attempts", f"{run}/serve"]
-    endpoint = f"http://127.0.0.1:{port}"
-    directory = tempfile.TemporaryDirectory(prefix="tuneloop-", ignore_cleanup_errors=True)
-    token = Path(directory.name) / "server-token"
-    create_token_file(token)
-    # The stages inherit it from this process, as the server does.
-    os.environ[VARIABLE] = str(token)
-    environment = dict(os.environ)
-    if "devices" in server:
-        environment["CUDA_VISIBLE_DEVICES"] = server["devices"]
-    # vLLM has worker processes: in a session of their own they can be ended with it.
-    process = subprocess.Popen(command, start_new_session=True, env=environment)
-    try:
-        _await_ready(process, f"{endpoint}/health", pod)
-        yield endpoint
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        # The next attempt listens at the same port.
-        process.wait()
-        del os.environ[VARIABLE]
-        directory.cleanup()
-
-
-def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) -> None:
-    """Wait until `url` answers; the errors are those of `run_server`."""
-    deadline = time.monotonic() + BOOT_S
-    while process.poll() is None:
-        with contextlib.suppress(Unanswered):
-            status, _ = send_request("GET", url, timeout_s=HEALTH_TIMEOUT_S)
-            if status == 200:
-                return
-        if pod.stopped:
-            raise Interrupted("the rollout server was not ready yet")
-        if time.monotonic() > deadline:
-            raise Unavailable(f"the rollout server was not ready in {BOOT_S:g} s")
-        time.sleep(1)
-    # The server has printed why; a killed server is started again.
-    raise StageEnded(process.returncode if process.returncode > 0 else EXIT_RETRY)
 
 
 def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:

@@ -1,5 +1,5 @@
-"""A stage as a KFP container component, and the resources of its pods: the counterpart of
-`tuneloop.argo.template`.
+"""A stage as a KFP container component: the counterpart of `tuneloop.argo.template`. Its pod is
+configured by `kfp/task_pod.py`.
 
 A component takes the stage's input artifacts, the URL of its output and all its parameters; it
 returns a typed handle of the committed artifact, its results, and the artifacts that the UI shows.
@@ -11,22 +11,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin
 
-from kfp import dsl, kubernetes
+from kfp import dsl
 from kfp.dsl import Dataset, Input, Metrics, Model, Output
 from kfp.dsl.pipeline_channel import PipelineArtifactChannel
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tuneloop.argo.pod_fields import PLAIN, SECRET, SHM, SMALL, STORE, find_role
-from tuneloop.config.pipeline import Kfp
+from tuneloop.argo.pod_fields import SMALL, find_role
+from tuneloop.config.pipeline import Kfp, PipelineConfig
 from tuneloop.core.component import Component
-from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp.io import SAME
 from tuneloop.kfp.stage import TARGET, URL, get_result_name
+from tuneloop.kfp.task_pod import configure_task_pod
 from tuneloop.kfp.ui_outputs import UI_OUTPUTS
 from tuneloop.workflow.loop import StageSpec
-from tuneloop.workflow.settings import AUTO, SANDBOX, Cluster, ResourceRole
+from tuneloop.workflow.settings import Cluster, ResourceRole
 
 TYPES = {
     "checkpoint": Model,
@@ -45,10 +45,6 @@ DESCRIPTIONS = {
     SAME: "input → the other input that is the same artifact",
 }
 """Parameter of the adapter itself → description."""
-GPU = "nvidia.com/gpu"
-USER = 1000
-"""The user and group that the images are made for."""
-NO_DEADLINE = "8760h"
 REQUIRED = inspect.Parameter.empty
 Step = Callable[..., dsl.PipelineTask]
 """Creates a task of the enclosing pipeline: ``step(name, **arguments)``."""
@@ -240,6 +236,23 @@ def stage_signature(
     return signature, descriptions
 
 
+def define_run_settings(config: PipelineConfig) -> Signature:
+    """Return the signature of the settings that every stage gets (`RUN_SETTINGS`), by default as
+    they are set.
+    """
+    fields = type(config).model_fields
+    signature: Signature = {}
+    for name, value in config.run_settings.items():
+        signature[name] = (_choose_type(fields[name].annotation), value)
+    return signature
+
+
+def describe_run_settings(config: PipelineConfig) -> dict[str, str]:
+    """Return setting that every stage gets → description."""
+    fields = type(config).model_fields
+    return {name: fields[name].description or "" for name in config.run_settings}
+
+
 def define_inputs(types: JsonMapping, required: Mapping[str, bool]) -> Signature:
     """Return the signature of input artifacts.
 
@@ -311,76 +324,6 @@ def set_interface(
         parameters.append(parameter)
     function.__doc__ = "\n".join(lines)
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-
-
-def configure_task_pod(
-    task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
-) -> None:
-    """Set the resources, queue, store and rights of a task's pod.
-
-    Raises:
-        UserError: it should share devices, or have more memory after the first attempt.
-    """
-    if cluster.share:
-        remedy = (
-            "Kubeflow Pipelines have no field for claims, and no step that releases them: "
-            "leave it out"
-        )
-        raise UserError("cluster.share.group", cluster.share.group, remedy)
-    cluster.check_one_memory_limit(role, "Kubeflow Pipelines")
-    # The maximum becomes Argo's maxDuration, a deadline from the start of the first attempt; so it
-    # must be long.
-    task.set_retry(
-        kfp.retries,
-        backoff_duration="10s",
-        backoff_factor=1,
-        backoff_max_duration=NO_DEADLINE,
-    )
-    task.set_env_variable("TUNELOOP_IMAGE", image)
-    kubernetes.set_image_pull_policy(task, "IfNotPresent")
-    kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
-    if kfp.image_pull_secrets:
-        kubernetes.set_image_pull_secrets(task, kfp.image_pull_secrets)
-    if kfp.timeout_s:
-        kubernetes.set_timeout(task, kfp.timeout_s)
-    _give_secrets(task, cluster)
-    for claim, path in kfp.volumes.items():
-        kubernetes.mount_pvc(task, claim, path)
-    _request_resources(task, cluster, role)
-
-
-def _give_secrets(task: dsl.PipelineTask, cluster: Cluster) -> None:
-    """Let a task's pod reach the store and the sandbox."""
-    # No variable is read from both: KFP's patch would merge two of one name into one with two
-    # sources, which Kubernetes refuses.
-    kubernetes.use_config_map_as_env(task, STORE, {key: key for key in PLAIN}, optional=True)
-    kubernetes.use_secret_as_env(task, STORE, {key: key for key in SECRET}, optional=True)
-    for name, value in cluster.sandbox_environment.items():
-        task.set_env_variable(name, value)
-    if cluster.sandbox_environment:
-        kubernetes.use_secret_as_volume(task, *SANDBOX, optional=True)
-
-
-def _request_resources(task: dsl.PipelineTask, cluster: Cluster, role: ResourceRole) -> None:
-    """Set what a task's pod requests, and which nodes and queue it waits for."""
-    resources = cluster.resources(role)
-    task.set_cpu_request(resources.cpu)
-    task.set_memory_request(resources.memory_request)
-    # The request is the limit here, also if it is the 2Gi of `auto` (docs/cluster.md).
-    task.set_memory_limit(resources.memory_request)
-    gpus = cluster.count_gpus(role)
-    if gpus:
-        task.set_accelerator_type(GPU).set_accelerator_limit(gpus)
-    for label, value in cluster.build_queue_labels(role).items():
-        kubernetes.add_pod_label(task, label, value)
-    if resources.shm:
-        # Without a limit the pod's memory is the limit.
-        limit = None if resources.shm == AUTO else resources.shm
-        kubernetes.empty_dir_mount(task, "shm", SHM, medium="Memory", size_limit=limit)
-    for label, value in resources.node_selector.items():
-        kubernetes.add_node_selector(task, label, value)
-    for toleration in resources.tolerations:
-        kubernetes.add_toleration(task, **toleration.model_dump(exclude_defaults=True))
 
 
 def choose_output_types(stage: Component) -> JsonObject:

@@ -1,7 +1,7 @@
 """What the UI of Kubeflow Pipelines shows of a task beside its handle: the table `UI_OUTPUTS`.
 
 An entry is all that another output needs. When a pipeline is compiled, `kfp/template.py` declares
-it for the components of stages, and `kfp/pipeline.py` for the task of the iterations. In the pod
+it for the components of stages, and `kfp/loop.py` for the task of the iterations. In the pod
 `kfp/stage.py` and `kfp/iterations.py` write it. So this module is imported where there is no kfp.
 """
 

@@ -1,5 +1,6 @@
-"""The rollout server beside several iterations in one task."""
+"""The rollout server beside several iterations in one task, and what the task gives to their stages."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import pytest
 from tests.waiting import free_port
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Interrupted
 from tuneloop.core.server_token import VARIABLE
-from tuneloop.kfp import iterations
-from tuneloop.kfp.iterations import run_server
+from tuneloop.kfp import rollout_server
+from tuneloop.kfp.io import Task
+from tuneloop.kfp.iterations import read_run_parameters
+from tuneloop.kfp.rollout_server import run_server
 from tuneloop.local.iterations import Iterations, StageEnded
 from tuneloop.workflow.pod_loop import PodLoop
 
@@ -19,6 +22,18 @@ from tuneloop.workflow.pod_loop import PodLoop
 @pytest.fixture
 def pod() -> Iterations:
     return Iterations(PodLoop(steps=[], carry={}, reward=""), run="", last=1, per_pod=1, target=1.0)
+
+
+def test_stages_get_the_settings_of_the_run_and_urls_below_it() -> None:
+    parameters = {"url": "s3://b/runs/r", "seed": 7.0, "target_reward": 0.9}
+    executor_input = {"inputs": {"parameterValues": parameters}, "outputs": {"outputFile": "x"}}
+    task = Task.read(json.dumps(executor_input))
+    assert read_run_parameters(task, {}) == {"seed": "7"}
+    assert read_run_parameters(task, {"weights": "@run@/weights"}) == {
+        "seed": "7",
+        "weights": "s3://b/runs/r/weights",
+    }
+    assert read_run_parameters(task, {"weights": "s3://b/w"})["weights"] == "s3://b/w"
 
 
 def test_the_mistake_of_a_server_ends_the_task_with_its_exit_code(
@@ -36,7 +51,7 @@ def test_the_mistake_of_a_server_ends_the_task_with_its_exit_code(
 def test_a_server_that_was_killed_is_started_again(pod: Iterations) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     with pytest.raises(StageEnded) as ended:
-        iterations._await_ready(process, f"http://127.0.0.1:{free_port()}/health", pod)
+        rollout_server._await_ready(process, f"http://127.0.0.1:{free_port()}/health", pod)
     assert ended.value.code == EXIT_RETRY
 
 
@@ -58,9 +73,9 @@ def test_a_server_is_waited_for_until_it_answers_or_the_task_is_to_end(
         try:
             pod.stopped = True
             with pytest.raises(Interrupted, match="was not ready yet"):
-                iterations._await_ready(process, f"http://127.0.0.1:{port}/health", pod)
+                rollout_server._await_ready(process, f"http://127.0.0.1:{port}/health", pod)
             pod.stopped = False
             (tmp_path / "health").touch()
-            iterations._await_ready(process, f"http://127.0.0.1:{port}/health", pod)
+            rollout_server._await_ready(process, f"http://127.0.0.1:{port}/health", pod)
         finally:
             process.terminate()

@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from tests import compiling
+from tuneloop.config.loading import find_pipeline
+from tuneloop.config.pipeline import RUN_SETTINGS
 from tuneloop.core.errors import UserError
 
 
@@ -144,6 +146,28 @@ def test_handles_are_typed_and_parameters_described(compiled: Any) -> None:
     ]
     store = spec["root"]["inputDefinitions"]["parameters"]["store"]
     assert "isOptional" not in store and store["description"].startswith("URL of the store")
+
+
+def test_the_parameters_of_a_run_reach_every_stage_that_has_them(compiled: Any) -> None:
+    """In one task: the pipeline passes on the settings, and the task knows the rest by its flags."""
+    pipeline = find_pipeline("grpo")
+    config = pipeline.configure(None, ["engine.weights.kind=pull"])
+    names = set(config.run_parameters(""))
+    assert names == {*RUN_SETTINGS, "weights"}
+    spec, _ = compiled("grpo", "engine.weights.kind=pull")
+    assert set(RUN_SETTINGS) <= spec["root"]["inputDefinitions"]["parameters"].keys()
+    task = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]["iterations"]
+    assert set(RUN_SETTINGS) <= task["inputs"]["parameters"].keys()
+    words = spec["deploymentSpec"]["executors"]["exec-iterations"]["container"]["args"]
+    published = json.loads(words[words.index("--published") + 1])
+    assert set(RUN_SETTINGS).union(published) == names
+    stages = {stage.component.template: stage.component for stage in pipeline.module.stages(config)}
+    wired = set()
+    for step in json.loads(words[words.index("--loop") + 1])["steps"]:
+        for name in names & stages[step["name"]].Params.model_fields.keys():
+            assert step["wires"][name] == name
+            wired.add(name)
+    assert wired == names
 
 
 def test_wrong_settings_are_refused_before_anything_is_compiled(compiled: Any) -> None:
