@@ -13,11 +13,11 @@ from tests.cluster.operator import IMAGE, operating
 from tests.cluster.test_queue import until
 from tests.cluster.volumes import apply
 from tests.waiting import LIMIT_S
-from tuneloop.argo.claim_steps import add_graph_end
 from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.cli import run_cli
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
+from tuneloop.cluster.graph_end import add_graph_end
 from tuneloop.core.errors import UserError
 from tuneloop.inference.fleet import graph as graphs
 from tuneloop.inference.fleet import open_fleet

@@ -20,7 +20,9 @@ from tuneloop.cli import run_cli
 from tuneloop.cluster import reservations
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_logs, read_status
+from tuneloop.config.extended import extend_cluster
 from tuneloop.core.errors import UserError
+from tuneloop.extensions.sharing.settings import Share
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.loop import StageSpec
@@ -28,9 +30,7 @@ from tuneloop.workflow.settings import (
     GROUP_LABEL,
     RUN_LABEL,
     AcceleratorResources,
-    Cluster,
     Resources,
-    Share,
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -132,9 +132,13 @@ def pipeline(share: Share) -> dict[str, Any]:
     """One real stage that uses the shared devices, late enough to overlap with those of other runs; then the run's
     next workflow, which only has its seat."""
     size: Any = {"cpu": "50m", "memory": "256Mi"}
-    cluster = Cluster(
-        images=IMAGES, scorer=AcceleratorResources(**size), cpu=Resources(**size), share=share
-    )
+    settings = {
+        "images": IMAGES,
+        "scorer": AcceleratorResources(**size),
+        "cpu": Resources(**size),
+        "share": share,
+    }
+    cluster = extend_cluster().model_validate(settings)
     using = copy.copy(data_prep)
     using.accelerator = True
     spec = StageSpec(using, source_args={"digits": 2}, train=8, eval=4, sft=0)

@@ -13,18 +13,20 @@ from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import RUN, SMALL, submit_workflow
 from tests.cluster.test_queue import until
 from tests.waiting import LIMIT_S
-from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.run_plan import plan_stages
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cli import run_cli
 from tuneloop.cluster import submit as argo
+from tuneloop.config.extended import extend_cluster
+from tuneloop.extensions.sharing.lease_sidecar import add_lease_sidecar
+from tuneloop.extensions.sharing.settings import Share
 from tuneloop.kube.connection import Connection
 from tuneloop.sharing.lease_queue import LeaseQueue
 from tuneloop.sharing.lease_storage import open_lease_group
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.loop import StageSpec
-from tuneloop.workflow.settings import RUN_LABEL, AcceleratorResources, Share
+from tuneloop.workflow.settings import RUN_LABEL, AcceleratorResources
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PATIENCE = 45.0
@@ -34,9 +36,8 @@ PATIENCE = 45.0
 def sharing(group: str, stages: int = 0, seconds: int = 0) -> dict[str, Any]:
     """Stages of a second one after the other, or one pod that only holds its turn; each takes the group's turn."""
     scorer = AcceleratorResources(cpu="50m", memory="256Mi")
-    shared = SMALL.model_copy(
-        update={"share": Share(group=group, patience=PATIENCE), "scorer": scorer}
-    )
+    share = Share(group=group, patience=PATIENCE)
+    shared = extend_cluster().model_validate(dict(SMALL) | {"share": share, "scorer": scorer})
     spec = StageSpec(data_prep, train=8, eval=4, sft=0)
     plan = plan_stages("turns", [spec], shared, wired=["seed"])
     with define_workflow("turns", plan=plan, cluster=shared) as built:

@@ -14,7 +14,7 @@ import yaml
 from kubernetes import client
 
 from tests.unit.planning.test_plan import PUBLISHED
-from tuneloop.argo.colocation import parse_resource_quantity
+from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.cli import run_cli
 from tuneloop.cluster.launch import KINDS, Kind
 from tuneloop.cluster.queue_problems import compute_pod_requests

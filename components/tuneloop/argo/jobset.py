@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tuneloop.argo import claims
 from tuneloop.argo.pod_fields import (
     EXECUTOR,
     LIMIT,
@@ -33,6 +32,7 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_value
 from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.plan import PodResources, StagePlan
+from tuneloop.workflow.pod_hook import check_use, collect_pod_changes, merge_pod_specs
 from tuneloop.workflow.settings import AUTO, RUN_LABEL, Cluster, ResourceRole
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def jobset_steps(
         # `argo logs` goes by it.
         "workflows.argoproj.io/workflow": "{{workflow.name}}",
     }
-    if cluster.share:
-        labels |= claims.build_sharing_labels(cluster.share, claims.role_of(component.image))
+    labels |= collect_pod_changes(cluster, stage.resource_role, component.image).labels
     manifest = build_jobset(
         name,
         pod,
@@ -309,11 +308,9 @@ def pod_spec(
         UserError: the pod should share devices with other runs, as each pod would request its lease
             by itself, or have more memory after the first attempt.
     """
-    share = None if role == "cpu" else cluster.share
-    if share and not share.alone:
-        remedy = "supports only stages of one pod: leave it out, or set runs_per_claim=1"
-        raise UserError("cluster.share.group", share.group, remedy)
-
+    # A pod that computes nothing uses no device.
+    if role != "cpu":
+        check_use(cluster, "job")
     cluster.check_one_memory_limit(role, "a job of several pods")
     role_settings = cluster.resources(role)
     resources = enable_shared_memory(resources or plan_resources(role, cluster))
@@ -343,9 +340,7 @@ def pod_spec(
         "volumes": [_plain(volume._build_volume()) for volume in fields["volumes"]],
     }
     spec |= role_settings.place
-    if share:
-        spec |= claims.place_pod_on_claim(container, share, claims.role_of(image))
-    return spec
+    return merge_pod_specs(spec, collect_pod_changes(cluster, role, image).spec)
 
 
 def enable_shared_memory(resources: PodResources) -> PodResources:

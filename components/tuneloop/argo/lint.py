@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tuneloop.argo.claims import find_placement_errors
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.workflow.expression_values import ExpressionError
 from tuneloop.workflow.expressions import TAG, check_expression
 from tuneloop.workflow.manifest import find_ancestors, labels_of, list_calls, parse_depends
+from tuneloop.workflow.pod_hook import list_pod_hooks
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
@@ -54,7 +54,8 @@ def lint_workflow(workflow: JsonMapping) -> list[UserError]:
     problems += _check_expressions(spec)
     problems += _check_workflow_names(workflow.get("metadata") or {})
     problems += _check_boolean_names(spec)
-    problems += find_placement_errors(workflow)
+    for hook in list_pod_hooks():
+        problems += hook.find_errors(workflow)
     for name, template in templates.items():
         field = f"templates.{name}"
         if not NAME.match(str(name)):

@@ -21,8 +21,6 @@ from typing import Any
 from hera.expr import C, P, g
 from hera.workflows import DAG, Container, Parameter
 
-from tuneloop.argo.claims import role_of
-from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import (
     label_client,
     mount_token,
@@ -49,6 +47,7 @@ from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Loop, Step, output_of, step_of
 from tuneloop.workflow.loop_state import goes_on
 from tuneloop.workflow.plan import PodPlan, RunPlan
+from tuneloop.workflow.pod_hook import list_pod_hooks
 from tuneloop.workflow.pod_loop import PROGRAM, PerPod, PodLoop
 from tuneloop.workflow.settings import NEXT, Cluster
 
@@ -362,7 +361,8 @@ def pod_template(
         args=args,
         **retried_pod_fields("rollout", pod.resource_role, cluster, resources=pod.resources),
     )
-    add_lease_sidecar(container, cluster, role_of("rollout"))
+    for hook in list_pod_hooks():
+        hook.change_computing_stage(cluster, "rollout", container)
     return container
 
 

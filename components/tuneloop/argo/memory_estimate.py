@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
-from tuneloop.argo.colocation import parse_resource_quantity
+from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.argo.training_memory import TRAINED_BYTES, WEIGHT_BYTES
 from tuneloop.config.model_facts import (
     Model,
@@ -28,7 +28,8 @@ from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import GPU_LOGITS, LOGITS, TrainerOptions
 from tuneloop.workflow.plan import NATIVE, VLLM, PodPlan, RunPlan, ServerPlan, StagePlan
-from tuneloop.workflow.settings import UNKNOWN, Share
+from tuneloop.workflow.pod_hook import choose_memory_request
+from tuneloop.workflow.settings import UNKNOWN, Cluster
 
 CPU_POOL = 1 << 30
 """Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
@@ -330,7 +331,7 @@ def context_of(pods: Iterable[PodPlan]) -> int | None:
     return max(limits, default=None)
 
 
-def plan_memory(plan: RunPlan, share: Share | None) -> RunPlan:
+def plan_memory(plan: RunPlan, cluster: Cluster) -> RunPlan:
     """Return the plan with the memory of pods that have no limit yet, since the memory of their
     role is ``auto``.
 
@@ -362,7 +363,8 @@ def plan_memory(plan: RunPlan, share: Share | None) -> RunPlan:
         if not parts:
             return pod
         amount = compute_memory_request(inner, parts)
-        return _request_memory(pod, amount, is_complete, share)
+        request = choose_memory_request(cluster, pod.resource_role)
+        return _request_memory(pod, amount, is_complete, request)
 
     stages = {name: estimate(stage, [stage]) for name, stage in plan.stages.items()}
     servers = {name: estimate(server, [server]) for name, server in plan.servers.items()}
@@ -377,7 +379,7 @@ def plan_memory(plan: RunPlan, share: Share | None) -> RunPlan:
     return plan.model_copy(update={"stages": stages, "servers": servers, "loop": loop})
 
 
-def _request_memory(pod: Pod, amount: int, is_complete: bool, share: Share | None) -> Pod:
+def _request_memory(pod: Pod, amount: int, is_complete: bool, own_request: str) -> Pod:
     """Return a pod that requests memory.
 
     Args:
@@ -385,14 +387,14 @@ def _request_memory(pod: Pod, amount: int, is_complete: bool, share: Share | Non
         amount: bytes.
         is_complete: whether the amount covers all that the pod holds: only then it is the limit,
             too, and only then the request may be less than the default.
-        share: a request of its own in `cluster.share.request` is kept if it is less.
+        own_request: the memory that an extension requests, which is kept if it is less; may be
+            empty.
     """
     text = f"{amount >> 20}Mi"
     update: dict[str, str] = {}
     if is_complete:
         update["memory_limit"] = text
-    shared_request = share.request if share and pod.resource_role != "cpu" else ""
-    if shared_request and amount >= parse_resource_quantity(shared_request):
+    if own_request and amount >= parse_resource_quantity(own_request):
         # The scheduler adds the requests of all runs, which is why this one was set lower.
         is_requested = False
     else:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tuneloop.argo import claims
 from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
@@ -13,6 +12,11 @@ from tuneloop.core.program import encode_value
 from tuneloop.core.server_token import VARIABLE
 from tuneloop.inference.capabilities import Capabilities, find_capabilities
 from tuneloop.workflow.plan import PodResources
+from tuneloop.workflow.pod_hook import (
+    choose_memory_request,
+    collect_pod_changes,
+    merge_pod_specs,
+)
 from tuneloop.workflow.settings import (
     AUTO,
     CLIENT_LABEL,
@@ -113,10 +117,9 @@ def plan_resources(role: ResourceRole, cluster: Cluster) -> PodResources:
     (`tuneloop.argo.memory_estimate`).
     """
     resources = cluster.resources(role)
-    share = None if role == "cpu" else cluster.share
     return PodResources(
         cpu=resources.cpu,
-        memory_request=(share and share.request) or resources.memory_request,
+        memory_request=choose_memory_request(cluster, role) or resources.memory_request,
         memory_limit=resources.memory_limit,
         accelerators=cluster.count_gpus(role),
         shared_memory=resources.shm,
@@ -216,20 +219,21 @@ def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
     from hera.workflows.models import Affinity
 
     resources = cluster.resources(role)
-    share = None if role == "cpu" else cluster.share
-    labels = {"app.kubernetes.io/component": image} | cluster.build_queue_labels(role)
+    change = collect_pod_changes(cluster, role, image)
+    labels = {"app.kubernetes.io/component": image}
+    if change.is_queued:
+        labels |= cluster.build_queue_labels(role)
+    labels |= change.labels
     # Argo has no fields for these: they are patched into the pod.
     patch: JsonObject = {}
     if resources.grace_s != GRACE_S:
         patch["terminationGracePeriodSeconds"] = resources.grace_s
     fields = place_fields(resources)
-    if share:
-        share_role = claims.role_of(image)
-        labels |= claims.build_sharing_labels(share, share_role)
-        patch |= claims.pod_patch(share, share_role)
-        affinity = claims.build_affinity(share, share_role)
-        if affinity:
-            fields["affinity"] = Affinity.model_validate(affinity)
+    patch = merge_pod_specs(patch, change.spec)
+    # Argo would lay its own field over that of the patch.
+    affinity = patch.pop("affinity", None)
+    if affinity:
+        fields["affinity"] = Affinity.model_validate(affinity)
     if patch:
         fields["pod_spec_patch"] = encode_value(patch)
     fields["labels"] = labels

@@ -5,10 +5,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.argo.jobset import enable_shared_memory
 from tuneloop.argo.memory_estimate import plan_memory
 from tuneloop.argo.pod_fields import find_role, plan_resources
+from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.argo.tasks import RUN
 from tuneloop.config.engines import ServingEngine
 from tuneloop.config.loop import LoopPipelineConfig
@@ -47,7 +47,7 @@ def plan_run(
     plan = RunPlan(pipeline=name, stages=stages)
     if loop:
         plan = _add_loop(plan, config, specs, loop)
-    plan = plan_memory(plan, config.cluster.share)
+    plan = plan_memory(plan, config.cluster)
     for server in plan.servers.values():
         check_asleep(server)
     return plan
@@ -67,7 +67,7 @@ def plan_stages(
     stages: dict[str, StagePlan] = {}
     for spec in specs:
         stages[spec.component.template] = plan_stage(spec, cluster, spec.accepted(wired))
-    return plan_memory(RunPlan(pipeline=name, stages=stages), cluster.share)
+    return plan_memory(RunPlan(pipeline=name, stages=stages), cluster)
 
 
 def plan_pipeline_stage(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> StagePlan:

@@ -4,13 +4,14 @@ Every name that a pod refers to (service accounts, queue, store settings) is one
 ships.
 """
 
-import hera.workflows
-from hera.workflows import Container, Parameter, Steps, models
+from collections.abc import Sequence
+from typing import Any
 
-from tuneloop.argo import claims, pod_fields
-from tuneloop.argo.claim_steps import build_reservation_steps, reserve_claims
+import hera.workflows
+from hera.workflows import DAG, Container, Parameter, Steps, Task, models
+
+from tuneloop.argo import pod_fields
 from tuneloop.argo.jobset import jobset_steps
-from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.resize import resize_while_asleep
 from tuneloop.argo.tasks import input_tag, pod_output
 from tuneloop.core.component import Component
@@ -18,18 +19,21 @@ from tuneloop.core.ends import RETRY_SERVER
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
 from tuneloop.workflow.plan import PLAN, VLLM, RunPlan, ServerPlan, StagePlan
-from tuneloop.workflow.settings import DELETE_DELAY, SHARE, Cluster
+from tuneloop.workflow.pod_hook import list_pod_hooks
+from tuneloop.workflow.settings import DELETE_DELAY, Cluster
+
+EXIT_GRAPH = "at-the-end"
+"""The graph that runs the exit templates of several extensions."""
 
 
 class Workflow(hera.workflows.Workflow):
-    """Hera's Workflow, whose graphs reserve the claims that its pods use, once all of them are
-    drawn.
-    """
+    """Hera's Workflow, which extensions complete once all its graphs are drawn."""
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         if error[0] is None:
-            reserve_claims(self)
+            for hook in list_pod_hooks():
+                hook.complete_workflow(self)
 
 
 def define_workflow(
@@ -45,8 +49,7 @@ def define_workflow(
         name: the pipeline's.
         parameters: of the workflow, beside ``run`` and ``store``: name in snake_case → default.
         plan: what its stages are rendered from; None where it runs no stage.
-        cluster: the settings of its pods: a workflow whose stages share devices reserves their
-            claim.
+        cluster: the settings of its pods, from which extensions add to the workflow.
     """
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
     defaults = {to_kebab_case(key): value for key, value in (parameters or {}).items()}
@@ -58,10 +61,15 @@ def define_workflow(
         "initContainers": [{"name": "init"} | executor],
     }
     cluster = cluster or Cluster()
-    reservations = build_reservation_steps(cluster)
     annotations: dict[str, str] = {}
-    if cluster.share:
-        annotations[SHARE] = cluster.share.model_dump_json()
+    templates: list[Any] = []
+    exit_templates: list[str] = []
+    for hook in list_pod_hooks():
+        change = hook.change_workflow(cluster)
+        if change:
+            annotations |= change.annotations
+            templates += change.templates
+            exit_templates += [change.exit_template] if change.exit_template else []
     if plan:
         annotations[PLAN] = plan.dump()
     arguments = [
@@ -82,8 +90,8 @@ def define_workflow(
         generate_name=f"{name}-",
         labels=labels,
         annotations=annotations or None,
-        templates=list(reservations),
-        on_exit=claims.GIVE if reservations else None,
+        templates=templates,
+        on_exit=add_exit_handler(templates, exit_templates),
         pod_metadata=models.Metadata(labels=labels),
         entrypoint="main",
         arguments=arguments,
@@ -100,6 +108,18 @@ def define_workflow(
         pod_gc=models.PodGC(strategy="OnPodSuccess", delete_delay_duration=DELETE_DELAY),
         ttl_strategy=models.TTLStrategy(seconds_after_success=86400, seconds_after_failure=604800),
     )
+
+
+def add_exit_handler(templates: list[Any], names: Sequence[str]) -> str | None:
+    """Return the exit handler of a workflow, which runs the templates `names`; None for no names.
+
+    A workflow has one handler: of several a graph is added to `templates`.
+    """
+    if len(names) < 2:
+        return names[0] if names else None
+    handler = DAG(name=EXIT_GRAPH, tasks=[Task(name=name, template=name) for name in names])
+    templates.append(handler)
+    return EXIT_GRAPH
 
 
 def stage_template(component: Component, stage: StagePlan, cluster: Cluster) -> Container | Steps:
@@ -162,8 +182,8 @@ def build_inputs(component: Component, stage: StagePlan) -> list[Parameter]:
 def prepare_sampling(
     component: Component, stage: StagePlan, container: Container, cluster: Cluster
 ) -> None:
-    """Give a stage's pod the token of the servers that it calls, or the lease on the devices that
-    it shares.
+    """Give a stage's pod the token of the servers that it calls, or what extensions add to one that
+    computes itself.
     """
     engine = pod_fields.read_engine(component, stage.parameters)
     calls_server = "endpoint" in stage.wired
@@ -171,9 +191,9 @@ def prepare_sampling(
         pod_fields.mount_token(container)
     if engine and not engine.in_process:
         pod_fields.label_client(container)
-    # A client needs no device lease: it calls the run's own server, which holds one.
     elif component.accelerator:
-        add_lease_sidecar(container, cluster, claims.role_of(component.image))
+        for hook in list_pod_hooks():
+            hook.change_computing_stage(cluster, component.image, container)
 
 
 def server_template(server: ServerPlan, cluster: Cluster) -> Container:

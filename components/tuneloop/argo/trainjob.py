@@ -25,6 +25,7 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends import LLMBackend
+from tuneloop.workflow.pod_hook import check_use
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, ResourceRole
 
 WORKSPACE = "/workspace"
@@ -58,12 +59,10 @@ def as_trainjob(
         run: the run that the pods are labelled with.
 
     Raises:
-        UserError: an option of the backend is refused, or `cluster.share` is set.
+        UserError: an option of the backend is refused, or an extension changes the pods.
     """
     backend.validate()
-    if cluster.share:
-        remedy = "a TrainJob cannot use a claim: render a JobSet"
-        raise UserError("cluster.share.group", cluster.share.group, remedy)
+    check_use(cluster, "trainjob")
     container = pod_spec(backend.image, "trainer", [], [], cluster)["containers"][0]
     labels = _build_labels(run)
     # The runtime's pods are Trainer's: what is ours is laid over them.

@@ -23,7 +23,6 @@ from tuneloop.cli import (
     generate,
     inspect,
     kfp,
-    leases,
     prove,
     ui,
     watch,
@@ -78,7 +77,6 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "bisect": prove.bisect_runs,
     "probe": prove.probe_rewards,
     "gc": gc.collect_garbage,
-    "leases": leases.show_device_leases,
     "ui": ui.serve_ui,
 }
 GROUPS: dict[str, typer.Typer] = {

@@ -142,6 +142,7 @@ def run_pipeline(
     3: a gate has refused the model; 75: trying again may help; 130: it was interrupted.
     """
     from tuneloop.cli.checks import check_limits, check_local_run, print_followed
+    from tuneloop.config.extended import dump_settings
     from tuneloop.config.followed import keep_followed
     from tuneloop.config.loading import dump_workflow, find_pipeline
     from tuneloop.config.machine import read_machine
@@ -154,7 +155,7 @@ def run_pipeline(
     definition = find_pipeline(pipeline)
     machine = read_machine()
     configured = definition.configure_for(machine, config, sets or ())
-    resolved = configured.settings.model_dump(mode="json")
+    resolved = dump_settings(configured.settings)
     if name is None:
         name = f"{definition.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
     executor = Executor(parallelism, track, warm)
@@ -262,6 +263,7 @@ def fork_run(
     The exit codes are those of `tuneloop run`.
     """
     from tuneloop.cli.checks import check_local_run
+    from tuneloop.config.extended import dump_settings
     from tuneloop.config.loading import dump_workflow, find_pipeline
     from tuneloop.runs import forking, records, run_record
 
@@ -284,7 +286,7 @@ def fork_run(
     # All settings of the origin, also those that followed the model when it started.
     settings = definition.configure(origin.directory / "config.yaml", sets or ())
     workflow = forking.begin_workflow(definition, settings, origin, iteration)
-    resolved = settings.model_dump(mode="json")
+    resolved = dump_settings(settings)
     check_local_run(resolved, workflow, origin.store_url)
     executor = Executor(None, track, warm)
     executor.check_trackers()

@@ -7,15 +7,10 @@ another account.
 
 import os
 import re
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from tuneloop.argo.claims import find_placement_errors, share_of
-from tuneloop.argo.colocation import check_colocation
-from tuneloop.argo.lease_sidecar import find_lease_sidecar
 from tuneloop.cluster.problems import (
-    ABSENT,
     APPLY,
     INSTALL,
     UNSEEN,
@@ -24,19 +19,13 @@ from tuneloop.cluster.problems import (
     is_absent,
 )
 from tuneloop.cluster.queue_problems import find_queue_problems
-from tuneloop.cluster.reservations import API, KINDS, list_claims
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import WORKFLOWS, Connection
-from tuneloop.sharing.lease_storage import LEASES, KubernetesLease, parse_lease
-from tuneloop.sharing.leases import LeaseGroup
-from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.workflow.manifest import mounts_token, parse_applied_object
 from tuneloop.workflow.plan import find_plan
-from tuneloop.workflow.settings import GROUP_LABEL
-
-CLAIMS = KINDS["ResourceClaim"]
+from tuneloop.workflow.pod_hook import list_pod_hooks
 
 LISTED = 50
 """The most images that a kubelet reports (``nodeStatusMaxImages``)."""
@@ -79,7 +68,7 @@ def _run_checks(
     return [problem for find in checks.values() for problem in find(cluster, workflow)]
 
 
-def _is_kind_absent(cluster: Connection, group: str, version: str, plural: str) -> bool:
+def is_kind_absent(cluster: Connection, group: str, version: str, plural: str) -> bool:
     """Return whether the cluster does not know a kind of objects."""
     # The objects of a namespace are listed, as most accounts may not read definitions.
     return is_absent(
@@ -107,7 +96,7 @@ def _find_namespace_problems(cluster: Connection, workflow: JsonMapping) -> Iter
 def _find_missing_kinds(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     """Check that Argo is installed, and what a stage of several nodes needs."""
     group, version, plural = WORKFLOWS
-    if _is_kind_absent(cluster, group, version, plural):
+    if is_kind_absent(cluster, group, version, plural):
         remedy = f"has no Argo Workflows ({plural}.{group} is not defined); {INSTALL}"
         yield UserError("cluster", cluster.context, remedy)
     for template in workflow["spec"].get("templates", ()):
@@ -116,7 +105,7 @@ def _find_missing_kinds(cluster: Connection, workflow: JsonMapping) -> Iterator[
             continue
         group, _, version = job["apiVersion"].partition("/")
         plural = f"{job['kind'].lower()}s"
-        if _is_kind_absent(cluster, group, version, plural):
+        if is_kind_absent(cluster, group, version, plural):
             yield UserError(
                 "nodes",
                 cluster.context,
@@ -193,78 +182,11 @@ def list_references(value: Any) -> Iterator[tuple[str, str]]:
             yield from list_references(item)
 
 
-def _find_device_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    """Check the devices of a claim: the cluster accepts a claim for an unknown class, but its pods
-    wait for ever.
-    """
-    yield from find_placement_errors(workflow)
-    try:
-        check_colocation(workflow)
-    except UserError as error:
-        yield error
-    share = share_of(workflow)
-    if not share or not share.device_class:
-        return
-    group, version = API
-    read_class = cluster.custom.get_cluster_custom_object
-    remedy = ""
-    if _is_kind_absent(cluster, group, version, CLAIMS):
-        remedy = (
-            f"cluster {cluster.context} has no {CLAIMS}.{group}/{version}: it needs Kubernetes 1.34"
-            " or newer"
-        )
-    elif is_absent(read_class, group, version, "deviceclasses", share.device_class):
-        remedy = (
-            f"is not a DeviceClass of {cluster.context}; see `kubectl get deviceclasses`; a DRA"
-            " driver brings them"
-        )
-    if remedy:
-        yield UserError("cluster.share.device_class", share.device_class, remedy)
-
-
-def _find_lease_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    """Check policy and patience against the group's: otherwise a run fails at its first stage that
-    shares devices.
-    """
-    options_by_group: dict[str, Namespace] = {}
-    for template in workflow["spec"].get("templates", ()):
-        sidecar = find_lease_sidecar(template)
-        if sidecar:
-            options = parse_arguments(sidecar["args"])
-            for group_name in _list_lease_groups(cluster, workflow, options.group):
-                # All stages of a run that use a group have the same settings.
-                options_by_group[group_name] = options
-    for group_name, options in options_by_group.items():
-        storage = KubernetesLease(cluster, group_name)
-        lease = find_object(cluster.get, *LEASES, storage.name)
-        if lease in (ABSENT, UNSEEN):
-            continue
-        group = LeaseGroup(
-            storage,
-            group_name,
-            who=options.run,
-            policy=options.policy,
-            patience=options.patience,
-        )
-        try:
-            group.apply_settings(parse_lease(lease))
-        except UserError as error:
-            yield error
-
-
-def _list_lease_groups(cluster: Connection, workflow: JsonMapping, group: str) -> list[str]:
-    """List the groups of leases that a run may use.
-
-    If each claim has a group, these are all, as the run's claim is not known before it runs.
-    """
-    if "{{" not in group:
-        return [group]
-    share = share_of(workflow)
-    assert share, "only stages that share devices have a claim's name"
-    claims = find_object(list_claims, cluster, f"{GROUP_LABEL}={share.group}")
-    if claims in (ABSENT, UNSEEN):
-        return []
-    return [claim["metadata"]["name"] for claim in claims]
+def _find_extension_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
+    """Check what extensions changed of the pods."""
+    for hook in list_pod_hooks():
+        yield from hook.find_errors(workflow)
+        yield from hook.find_cluster_problems(cluster, workflow)
 
 
 def _find_resize_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
@@ -393,8 +315,7 @@ CHECKS: Mapping[str, Find] = {
     "references": _find_missing_references,
     "images": _find_image_problems,
     "queue": find_queue_problems,
-    "devices": _find_device_problems,
-    "leases": _find_lease_problems,
+    "extensions": _find_extension_problems,
     "resizes": _find_resize_problems,
     "store": _find_store_problems,
 }

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from tuneloop.argo.colocation import parse_resource_quantity
+from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.cluster.problems import (
     ABSENT,
     APPLY,

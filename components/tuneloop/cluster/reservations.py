@@ -25,7 +25,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from tuneloop.argo.claims import DEVICES, END, GIVE, TAKE
 from tuneloop.cluster import run_workflows
 from tuneloop.core.errors import Retryable, UserError, report_errors
 from tuneloop.core.json_types import JsonMapping, JsonObject
@@ -38,7 +37,11 @@ from tuneloop.kube.connection import (
     connect_to_cluster,
     ignore_refusals,
 )
-from tuneloop.workflow.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL, Share
+from tuneloop.sharing.claim_request import DEVICES, GIVE, TAKE, ClaimRequest
+from tuneloop.workflow.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL
+
+END = "end-graph"
+"""The template of the exit handler that deletes a run's Dynamo graph."""
 
 API = ("resource.k8s.io", "v1")
 KINDS = {"ResourceClaim": "resourceclaims", "ResourceClaimTemplate": "resourceclaimtemplates"}
@@ -54,7 +57,7 @@ ActiveWorkflows = Mapping[str, Sequence[Owner]]
 def reserve_claim(
     cluster: Connection,
     workflow: str,
-    share: Share,
+    share: ClaimRequest,
     role: str = "",
 ) -> str:
     """Reserve a claim of the group for the run of `workflow`, and return its name.
@@ -102,7 +105,7 @@ def reserve_claim(
         time.sleep(random.uniform(0.05, 0.5))
 
 
-def _check_devices(claim: JsonMapping, share: Share) -> None:
+def _check_devices(claim: JsonMapping, share: ClaimRequest) -> None:
     """Raise UserError if a claim of the group is not for the devices of `share`."""
     expected = _build_claim("", share, "")
     # A template has the spec of its claims in its own.
@@ -237,7 +240,7 @@ def _write_reservations(
     return False
 
 
-def _build_claim(name: str, share: Share, role: str) -> JsonObject:
+def _build_claim(name: str, share: ClaimRequest, role: str) -> JsonObject:
     """Build a claim for the devices of `share`, without reservations."""
     labels = {
         "app.kubernetes.io/part-of": "tuneloop",
@@ -255,7 +258,7 @@ def _build_claim(name: str, share: Share, role: str) -> JsonObject:
     }
 
 
-def _describe_devices(share: Share) -> JsonObject:
+def _describe_devices(share: ClaimRequest) -> JsonObject:
     """Return the devices that a claim asks for."""
     devices: JsonObject = {
         "deviceClassName": share.device_class,
@@ -334,7 +337,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workflow", required=True)
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--run", help="whose graph ends")
-    parser.add_argument("--share", type=Share.model_validate_json)
+    parser.add_argument("--share", type=ClaimRequest.model_validate_json)
     parser.add_argument(
         "--claims",
         nargs="*",

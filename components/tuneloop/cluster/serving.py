@@ -3,10 +3,11 @@
 import json
 from typing import Any
 
-from tuneloop.argo.claims import share_of
 from tuneloop.argo.pod_fields import TOKENS
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.workflow.manifest import labels_of
+from tuneloop.workflow.settings import GROUP_LABEL
 
 FIELDS = (
     "serviceAccountName",
@@ -75,7 +76,7 @@ def _find_server(workflow: JsonMapping, name: str) -> JsonObject:
     """Return the template of the server, if it may run without its workflow."""
     for template in workflow["spec"]["templates"]:
         if template["name"] == "serve":
-            is_shared = bool(share_of(workflow))
+            is_shared = GROUP_LABEL in labels_of(template)
             if "--weights" in _read_constant_flags(template) and not is_shared:
                 return dict(template)
     raise UserError(

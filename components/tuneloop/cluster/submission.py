@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from tuneloop.argo.claim_steps import add_graph_end
+from tuneloop.cluster.graph_end import add_graph_end
 from tuneloop.cluster.preflight import check_cluster
 from tuneloop.cluster.queue_problems import find_queue_warnings
 from tuneloop.cluster.run_workflows import list_workflows, prepare_workflow

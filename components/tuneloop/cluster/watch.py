@@ -11,7 +11,6 @@ from datetime import datetime
 from queue import SimpleQueue
 from typing import Any
 
-from tuneloop.argo.claims import TAKE
 from tuneloop.cluster import reservations
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_phase
@@ -25,6 +24,7 @@ from tuneloop.kube.connection import (
 )
 from tuneloop.local.journal import Node
 from tuneloop.runs.stages import find_job_stage
+from tuneloop.sharing.claim_request import TAKE
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
 
 NODE_NAME = "workflows.argoproj.io/node-name"

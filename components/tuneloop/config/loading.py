@@ -17,13 +17,16 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from tuneloop.config.extended import extend_config
 from tuneloop.config.followed import Followed, merge_followed
 from tuneloop.config.machine import Machine
+from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.config.refusals import explain_refusal
 from tuneloop.config.rules import follow_model, list_doubts, list_unknowns
 from tuneloop.config.sections import KIND, expand_texts
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
+from tuneloop.workflow.pod_hook import list_pod_hooks
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class Pipeline:
 
     @property
     def Config(self) -> type[BaseModel]:
-        """The class of its configuration."""
-        return self.module.Config
+        """The class of its configuration, with the sections that extensions add."""
+        return extend_config(self.module.Config)
 
     def configure(self, file: Path | None = None, sets: Iterable[str] = ()) -> BaseModel:
         """Make the configuration: defaults, then `file`, then `sets`.
@@ -111,10 +114,14 @@ class Pipeline:
             UserError: they are none; it names the first setting that is refused.
         """
         try:
-            return self.Config(**values)
+            settings = self.Config(**values)
         except ValidationError as error:
             # The message says all; pydantic's own would name classes that users never see.
             raise explain_refusal(self.Config, error, values) from None
+        if isinstance(settings, PipelineConfig):
+            for hook in list_pod_hooks():
+                hook.check_cluster(settings.cluster)
+        return settings
 
     def build(self, config: BaseModel) -> JsonObject:
         """Build the Argo Workflow of `config`, as the mapping that its YAML holds."""

@@ -13,6 +13,7 @@ from tuneloop.config.sections import find_section
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.inference.rounds import bound_staleness
+from tuneloop.workflow.pod_hook import find_obstacle
 from tuneloop.workflow.pod_loop import PerPod
 
 INHERITED = {
@@ -139,24 +140,24 @@ class LoopPipelineConfig(PipelineConfig):
 
     @property
     def iterations_per_pod(self) -> PerPod:
-        """Iterations per pod; auto is 0 where a pod cannot run the loop, or would keep other runs
-        from their lease."""
+        """Iterations per pod; auto is 0 where a pod cannot run the loop, or an extension has better
+        use for pods of single stages."""
         iterations = self.loop.iterations_per_pod
-        if iterations == "auto" and (self.cluster.share or self._find_obstacle()):
-            return 0
-        return iterations
+        if iterations != "auto":
+            return iterations
+        obstacle = find_obstacle(self.cluster, "automatic iterations") or self._find_obstacle()
+        return 0 if obstacle else iterations
 
     def _find_obstacle(self) -> UserError | None:
         """Return what keeps one pod from running the stages of the loop."""
-        share = self.cluster.share
         setting = "loop.iterations_per_pod"
         # The ranks of several pods meet in a JobSet of their own.
         if self.nodes > 1:
             remedy = f"{setting} puts all stages into one pod: set this to 1, or it to 0"
             return UserError("nodes", self.nodes, remedy)
-        if share and share.roles != "together":
-            remedy = f"{setting} trains and samples in one pod: set this to together, or it to 0"
-            return UserError("cluster.share.roles", share.roles, remedy)
+        obstacle = find_obstacle(self.cluster, "iterations")
+        if obstacle:
+            return obstacle
         if self.loop.asynchronous:
             remedy = f"overlaps stages; {setting} runs one at a time: set it to 0"
             return UserError("loop.asynchronous", True, remedy)
@@ -225,10 +226,10 @@ class LoopPipelineConfig(PipelineConfig):
         server = self.engine.server
         if server is None:
             return self
-        # The lease is held for one server.
-        if server.replicas > 1 and self.cluster.share:
-            remedy = "runs that share devices have one server: unset it"
-            raise UserError("engine.replicas", server.replicas, remedy)
+        if server.replicas > 1:
+            obstacle = find_obstacle(self.cluster, "several servers")
+            if obstacle:
+                raise UserError("engine.replicas", server.replicas, obstacle.remedy)
         if self.cluster.sampler.gpus:
             server.check_gpus(self.cluster.sampler.gpus)
         return self

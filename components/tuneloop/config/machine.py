@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tuneloop.config.extended import load_sections
 from tuneloop.core.json_types import JsonMapping
+from tuneloop.workflow.pod_hook import list_pod_hooks
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 DEVICES = Path("/dev")
@@ -54,18 +56,20 @@ def describe_pods(cluster: JsonMapping) -> Machine:
         resources = cluster.get(role)
         number = resources.get("gpus") if isinstance(resources, Mapping) else None
         gpus[role] = number if isinstance(number, int) else 0
-    # All roles compute on the devices of a claim, and have none of their own.
-    share = cluster.get("share")
-    if isinstance(share, Mapping) and share.get("device_class"):
-        devices = share.get("count", 1)
-        gpus = dict.fromkeys(ROLES, devices if isinstance(devices, int) else 1)
+    for hook in list_pod_hooks():
+        devices = hook.count_devices(cluster)
+        if devices is not None:
+            gpus = dict.fromkeys(ROLES, devices)
     return Machine(trainer_gpus=gpus["trainer"], sampler_gpus=gpus["sampler"])
 
 
 def has_pod_resources(cluster: JsonMapping) -> bool:
     """Return whether the settings say what pods of a role have: then the run is meant for a
     cluster."""
-    return any(cluster.get(role) for role in (*ROLES, "cpu", "share"))
+    names = [*ROLES, "cpu"]
+    # What an extension adds to the section is about pods, too.
+    names += [key.removeprefix("cluster.") for key in load_sections() if key.startswith("cluster.")]
+    return any(cluster.get(name) for name in names)
 
 
 def read_machine() -> Machine:

@@ -8,6 +8,7 @@ This file is the whole list of hooks for extensions. Variants of the core's own 
 rewards, trackers, …) have the entry points of `tuneloop.core.plugins`.
 """
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping
@@ -35,11 +36,17 @@ class Extension:
         name: how messages name the extension.
         commands: name of a command → the function that Typer makes it of.
         command_groups: name of a group of commands → its `typer.Typer`.
+        settings: key of a section of the configuration (``name``, or ``cluster.name`` inside of
+            another one) → the pydantic class of the section, which is null unless it is set. The
+            first sentence of the class's docstring describes it.
+        pod: the `tuneloop.workflow.pod_hook.PodHook` that changes rendered pods; empty: none.
     """
 
     name: str
     commands: Mapping[str, str] = field(default_factory=dict)
     command_groups: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    pod: str = ""
 
     def load(self, path: str) -> Any:
         """Import the object ``package.module:attribute``.
@@ -86,3 +93,16 @@ def list_installed_extensions() -> Iterator[Extension]:
             remedy = "is no tuneloop.core.hooks.Extension: mend the package, or uninstall it"
             raise UserError("extension", f"{entry.name} = {entry.value}", remedy)
         yield extension
+
+
+@functools.cache
+def list_extensions() -> tuple[Extension, ...]:
+    """Return all extensions, which are searched once in a process.
+
+    A pipeline whose pods an extension changes is not rendered without the change, so that a faulty
+    extension is an error here, whatever it declares.
+
+    Raises:
+        UserError: as `list_installed_extensions`.
+    """
+    return (*list_shipped_extensions(), *list_installed_extensions())

@@ -26,6 +26,7 @@ import xxhash
 from tuneloop.argo.jobset import build_jobset, pod_spec, ranks_env
 from tuneloop.argo.pod_fields import find_role
 from tuneloop.cluster.launch import main as follow_job
+from tuneloop.config.extended import extend_cluster
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
 from tuneloop.core.component import Component
@@ -37,7 +38,6 @@ from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.ui_outputs import CommittedArtifact, write_stage_outputs
 from tuneloop.workflow.loop_state import LoopState
-from tuneloop.workflow.settings import Cluster
 
 URL = "url"
 """Parameter of the adapter itself: where the output is committed."""
@@ -120,7 +120,7 @@ def launch_jobset(
     url = task.parameters[URL]
     if find_manifest(url) is not None:
         return 0
-    settings = Cluster(**cluster)
+    settings = extend_cluster()(**cluster)
     # Named after the output, so that an evicted launcher finds the JobSet that it has started.
     name = f"{stage.template}-{xxhash.xxh3_64_hexdigest(url.encode())}"
     role = find_role(stage, task.parameters)

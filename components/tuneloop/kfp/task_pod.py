@@ -4,7 +4,7 @@ from kfp import dsl, kubernetes
 
 from tuneloop.argo.pod_fields import PLAIN, SECRET, SHM, STORE
 from tuneloop.config.pipeline import Kfp
-from tuneloop.core.errors import UserError
+from tuneloop.workflow.pod_hook import check_use
 from tuneloop.workflow.settings import AUTO, SANDBOX, Cluster, ResourceRole
 
 GPU = "nvidia.com/gpu"
@@ -19,14 +19,9 @@ def configure_task_pod(
     """Set the resources, queue, store and rights of a task's pod.
 
     Raises:
-        UserError: it should share devices, or have more memory after the first attempt.
+        UserError: an extension changes the pod, or it should have more memory after the first attempt.
     """
-    if cluster.share:
-        remedy = (
-            "Kubeflow Pipelines have no field for claims, and no step that releases them: "
-            "leave it out"
-        )
-        raise UserError("cluster.share.group", cluster.share.group, remedy)
+    check_use(cluster, "kfp")
     cluster.check_one_memory_limit(role, "Kubeflow Pipelines")
     # The maximum becomes Argo's maxDuration, a deadline from the start of the first attempt; so it
     # must be long.

@@ -7,10 +7,9 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from tuneloop.argo.lease_sidecar import find_lease_sidecar
 from tuneloop.core.ends import TERMINATED, describe_exit, name_signal
 from tuneloop.core.errors import TERMINATION_LOG, Retryable, UserError, describe_error
 from tuneloop.core.http import Unanswered, send_request
@@ -20,8 +19,7 @@ from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result, list_outputs
-from tuneloop.sharing.lease_storage import STORED_LEASES, open_lease_group
-from tuneloop.sharing.sidecar import parse_arguments
+from tuneloop.workflow.pod_hook import MachinePod, list_pod_hooks
 from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_KEY
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
@@ -173,7 +171,7 @@ def run_pod(execution: Execution, template: JsonMapping, node: Node) -> Result:
         if not template.get("daemon"):
             stack.enter_context(execution.slots)
         try:
-            stack.enter_context(_hold_device_lease(execution, template, node, files))
+            stack.enter_context(_hold_pod(execution, template, node, files))
         except (UserError, Retryable) as error:
             message, code = describe_error(error)
             return Result("Failed", message.removeprefix("error: "), exit_code=code)
@@ -350,29 +348,29 @@ def _is_ready(probe: JsonMapping, container: JsonMapping, address: str) -> bool:
     return status < 400
 
 
-@contextlib.contextmanager
-def _hold_device_lease(
-    execution: Execution,
-    template: JsonMapping,
-    node: Node,
-    files: PodFilesystem,
-) -> Iterator[None]:
-    """Hold a device lease, as the sidecar of `template` does on a cluster.
+def _hold_pod(
+    execution: Execution, template: JsonMapping, node: Node, files: PodFilesystem
+) -> contextlib.ExitStack:
+    """Hold what extensions need while a pod runs, until the stack that is returned is closed.
 
-    Here the document of its group is in the run's store. Without a sidecar nothing is held.
+    Raises:
+        UserError, Retryable: as `tuneloop.workflow.pod_hook.PodHook.hold_pod`.
     """
-    container = find_lease_sidecar(template)
-    if container is None:
-        yield
-        return
-    lease = parse_arguments(container["args"])
-    store = execution.parameters["store"]
-    root = store if "://" in store else str(execution.cwd / store)
-    url = f"{root}/{STORED_LEASES}/{lease.group}"
-    group = open_lease_group(url, who=lease.run, policy=lease.policy, patience=lease.patience)
-    if group.read().holder:
-        execution.set_message(node, f"waits for the lease of group {lease.group}")
-    with group.acquire(stop=execution.stopping, file=files.local_path(lease.file)):
-        if node.message:
-            execution.set_message(node, "")
-        yield
+
+    def show_message(text: str) -> None:
+        if node.message != text:
+            execution.set_message(node, text)
+
+    # A workflow of somebody else's may have no such parameter.
+    store = execution.parameters.get("store", "")
+    pod = MachinePod(
+        template=template,
+        store=store if "://" in store else str(execution.cwd / store),
+        stopping=execution.stopping,
+        show_message=show_message,
+        local_path=files.local_path,
+    )
+    with contextlib.ExitStack() as stack:
+        for hook in list_pod_hooks():
+            stack.enter_context(hook.hold_pod(pod))
+        return stack.pop_all()

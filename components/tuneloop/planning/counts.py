@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tuneloop.argo.claims import TAKE
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.workflow.manifest import list_calls
 from tuneloop.workflow.plan import LoopPlan, RunPlan
 
+RESERVES = "tuneloop.cluster.reservations"
+"""The program of the step with which each workflow of a run begins, where runs share claims."""
 UNLIMITED = 1 << 30
 """Iterations of a workflow that states no limit."""
 
@@ -114,7 +115,7 @@ def count_pods(workflow: JsonMapping) -> Counter[str]:
         if "tuneloop.cluster.continue_run" in command:
             # Each workflow but the last one starts the next.
             counts[name] = workflows - 1
-        elif template.get("daemon") or name == TAKE:
+        elif template.get("daemon") or RESERVES in command:
             counts[name] *= workflows
     handler = workflow["spec"].get("onExit")
     if handler:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.argo.memory_estimate import Part, compute_memory_request, estimate_memory_parts
+from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.config.followed import SECTION_SUFFIX
 from tuneloop.config.machine import Machine, describe_pods
 from tuneloop.config.model_facts import Model, ModelFacts

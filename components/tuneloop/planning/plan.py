@@ -7,7 +7,6 @@ decides while it runs are shown as bounds.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tuneloop.argo.colocation import check_colocation, describe_colocation
 from tuneloop.argo.memory_estimate import (
     Part,
     compute_memory_request,
@@ -22,6 +21,7 @@ from tuneloop.planning.pods import PlannedPods, list_planned_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.workflow.manifest import list_calls
 from tuneloop.workflow.plan import PodPlan, StagePlan, read_plan
+from tuneloop.workflow.pod_hook import list_pod_hooks
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,14 +39,13 @@ def render_plan(name: str, workflow: JsonMapping) -> "RenderableType":
         workflow: as it is rendered.
 
     Raises:
-        UserError: there is no such model, runs do not fit their node, or the workflow carries no
+        UserError: there is no such model, the pods of an extension do not fit, or the workflow carries no
             plan.
     """
     from rich.console import Group
     from rich.text import Text
     from rich.tree import Tree
 
-    check_colocation(workflow)
     pods = list_planned_pods(workflow, read_plan(workflow))
     model = pods.model
     tree = Tree(f"{name}: at most {pods.counts.total} pods")
@@ -66,7 +65,8 @@ def render_plan(name: str, workflow: JsonMapping) -> "RenderableType":
         lines += _describe_memory(pods, model)
     else:
         lines.append(f"memory of {model}")
-    lines += describe_colocation(workflow, parameters)
+    for hook in list_pod_hooks():
+        lines += hook.describe_plan(workflow, parameters)
     return Group(tree, _draw_table(workflow, pods), Text("\n".join(lines)))
 
 

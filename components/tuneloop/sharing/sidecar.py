@@ -13,9 +13,8 @@ A restarted sidecar goes on with the lease that the file names. If that lease wa
 writes so into the file and waits for the pod's end: the stage reads it, and ends. If the group
 refuses the run, the file says so: the stage starts, and ends with exit code 2 and the same line.
 
-The command line is built by `argo/lease_sidecar.py`. The local executor (`local/pod.py`) and
-`cluster/preflight.py` parse it by `parse_arguments`; `workflow/manifest.py` compares its first words
-(`SIDECAR`).
+The command line is built and parsed by `extensions.sharing`, which holds the lease itself for a pod
+of the local executor.
 """
 
 import argparse

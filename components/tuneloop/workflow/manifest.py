@@ -13,10 +13,10 @@ import yaml
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.workflow.pod_hook import list_pod_hooks
 from tuneloop.workflow.settings import SANDBOX, TOKEN_SECRET
 
 KINDS = ("container", "dag")
-SIDECAR = ["python", "-m", "tuneloop.sharing.sidecar"]
 UNSUPPORTED = "is not supported by the local executor; remove it, or submit to a cluster"
 
 FIELD_PATHS = (
@@ -192,8 +192,8 @@ def _check_pod(template: JsonMapping) -> None:
                 UNSUPPORTED,
             )
     for sidecar in template.get("initContainers", ()):
-        # There are no device leases on one machine: ours is left out.
-        if sidecar.get("command") != SIDECAR:
+        # The executor runs none: an extension does the same in another way (`PodHook.hold_pod`).
+        if not any(hook.replaces_container(sidecar) for hook in list_pod_hooks()):
             raise UserError(
                 f"spec.{field}.initContainers",
                 sidecar.get("name"),

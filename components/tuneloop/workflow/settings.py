@@ -19,7 +19,7 @@ QUEUE = "tuneloop"
 SAMPLER_QUEUE = "tuneloop-samplers"
 """LocalQueue of servers, which never hold quota that stages wait for."""
 GROUP_LABEL = "tuneloop.dev/share-group"
-"""Label of the pods and claims of a `Share`."""
+"""Label of the pods and claims of runs that share devices."""
 ROLE_LABEL = "tuneloop.dev/role"
 """Label of pods, claims and nodes: ``trainer`` or ``sampler``."""
 CLIENT_LABEL = "tuneloop.dev/fleet-client"
@@ -30,8 +30,6 @@ which `submit` makes.
 """
 TOKEN_KEY = "token"
 """The key of the token in that secret."""
-SHARE = "tuneloop.dev/share"
-"""Annotation of a Workflow: its `Share`, as JSON."""
 PROCESS = "process"
 SANDBOX_PLACE = rf"{PROCESS}|https?://[^\s#]*[^\s#/](#({PROCESS}|gvisor))?"
 SANDBOX_VARIABLE = "TUNELOOP_SANDBOX"
@@ -44,72 +42,6 @@ AUTO = "auto"
 UNKNOWN = "2Gi"
 """The memory request of a stage whose needs are unknown."""
 MEMORY = r"\d+(\.\d+)?[KMGTPE]i"
-
-
-class Share(BaseModel, frozen=True, extra="forbid"):
-    """Runs that use the same devices. What differs between runs of one `group` is refused."""
-
-    group: str = Field(
-        pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$",
-        description="name of the runs that share: at most 40 lower-case letters, digits and dashes",
-    )
-    device_class: str = Field(
-        "",
-        description="DRA DeviceClass of the devices; empty: no claim, runs only lease them in turn",
-    )
-    count: int = Field(
-        1, ge=1, description="devices of a claim; every run that uses the claim sees all of them"
-    )
-    selector: str = Field("", description="CEL expression that each device satisfies")
-    runs_per_claim: int = Field(
-        2,
-        ge=1,
-        description="runs that share a claim, which no queue accounts for; a further run gets "
-        "another claim; 1: each pod has its own claim, without leases, and Kueue accounts for "
-        "it where it maps the device class",
-    )
-    policy: Literal["fifo", "lrs"] = Field(
-        "fifo",
-        description="which run gets the lease next: fifo: the first to ask; lrs: the least "
-        "recently served",
-    )
-    patience: float = Field(
-        30.0, ge=1, description="seconds after which a silent holder has lost its lease"
-    )
-    roles: Literal["together", "apart", "strict"] = Field(
-        "together",
-        description="together: trainers and samplers share one claim; apart: each has its own, "
-        "on nodes labelled tuneloop.dev/role=trainer or sampler where there are any; strict: on "
-        "such nodes only",
-    )
-    request: str = Field(
-        "",
-        pattern=rf"^({MEMORY})?$",
-        description="memory (512Mi, 2Gi) that a sharing stage requests, less than its limit; "
-        "empty: all it may use",
-    )
-    node_memory: str = Field(
-        "",
-        pattern=rf"^({MEMORY})?$",
-        description="memory (64Gi) of the node that runs share; a run that cannot fit is "
-        "refused; empty: not checked",
-    )
-    overhead: str = Field(
-        "4Gi", pattern=rf"^{MEMORY}$", description="memory (4Gi) of the node that is not the runs'"
-    )
-
-    @property
-    def alone(self) -> bool:
-        """Whether every pod has its devices to itself, so that no device lease is needed."""
-        return bool(self.device_class) and self.runs_per_claim == 1
-
-    @model_validator(mode="after")
-    def _check_devices(self) -> Share:
-        """Refuse a description of devices that nothing claims."""
-        # Without a class there is no claim, so that neither would have an effect.
-        if not self.device_class and (self.count > 1 or self.selector):
-            raise ValueError("count and selector describe a claim: set device_class")
-        return self
 
 
 ResourceRole = Literal["trainer", "sampler", "scorer", "cpu"]
@@ -257,19 +189,6 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         pattern=rf"^({SANDBOX_PLACE})$",
         description="where the policy's programs run: process, or URL[#gvisor]",
     )
-    share: Share | None = Field(None, description="share devices with other runs (docs/sharing.md)")
-
-    @model_validator(mode="after")
-    def _check_owner_of_devices(self) -> Cluster:
-        """Refuse GPUs of the run's own beside those of a claim: a pod would wait for both."""
-        # A claim that names no class is none.
-        claims_devices = self.share is not None and self.share.device_class != ""
-        if claims_devices and any(self.count_gpus(role) for role in ROLES):
-            raise ValueError(
-                "gpus belong to this run alone, share.device_class to a shared claim: set one of "
-                "them"
-            )
-        return self
 
     @property
     def sandbox_environment(self) -> dict[str, str]:
@@ -281,6 +200,12 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
             SANDBOX_VARIABLE: self.sandbox,
             SANDBOX_TOKEN: f"{SANDBOX[1]}/{TOKEN_KEY}",
         }
+
+    def find_section(self, name: str) -> BaseModel | None:
+        """Return the section `name` that an extension adds; None where it is not set, or not
+        there.
+        """
+        return dict(self).get(name)
 
     def resources(self, role: ResourceRole) -> Resources:
         """Return what a pod of a role requests."""
@@ -336,14 +261,12 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         return first, self.adjust_role(first, gpus=gpus)
 
     def build_queue_labels(self, role: ResourceRole) -> dict[str, str]:
-        """Build the labels by which Kueue admits a role's pod or job; none for cpu, without a
-        queue, or on a claim.
+        """Build the labels by which Kueue admits a role's pod or job; none for cpu or without a
+        queue.
         """
         # Kueue accounts for accelerators alone.
         resources = self.resources(role)
-        # No queue accounts for a claim that several runs share.
-        is_shared = self.share and self.share.device_class and not self.share.alone
-        if is_shared or not isinstance(resources, AcceleratorResources):
+        if not isinstance(resources, AcceleratorResources):
             return {}
         # Samplers wait apart, unless one queue was chosen for all.
         queue = self.queue

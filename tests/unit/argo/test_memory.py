@@ -9,8 +9,7 @@ import yaml
 from kubernetes.utils import parse_quantity
 
 from tests.unit.planning.test_plan import PUBLISHED
-from tuneloop.argo.colocation import Colocation, parse_resource_quantity
-from tuneloop.argo.training_memory import compute_trainer_memory
+from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 
@@ -107,24 +106,6 @@ def test_of_a_model_that_is_elsewhere_nothing_is_known() -> None:
         if name != "continue"
     }
     assert set(limits.values()) == {None}
-
-
-@pytest.mark.parametrize(("request_gib", "fits"), [(16, True), (24, False)])
-def test_two_trainers_of_4b_on_a_node_of_48_gib(request_gib: int, fits: bool) -> None:
-    """The figures of open-rl's memory plan: 22.5 GiB a trainer that sleeps in host memory, 45 GiB for two."""
-    weights, adam = compute_trainer_memory(4_022_468_096, width=2)
-    assert (round(weights / GIB, 1), round(adam / GIB, 1)) == (7.5, 15.0)
-    assert round(2 * (weights + adam) / GIB, 1) == 45.0
-    of = Colocation(2, request_gib * GIB, weights + adam, 0, 0, 4 * GIB, 48 * GIB)
-    assert of.requested == (2 * request_gib + 4) * GIB
-    assert list(of.excess()) == ([] if fits else [("request", 52 * GIB)])
-
-
-def test_what_is_used_at_a_time_is_one_stage_and_all_servers() -> None:
-    of = Colocation(3, 1 * GIB, 20 * GIB, 1 * GIB, 5 * GIB, 4 * GIB, 38 * GIB)
-    assert of.used == (20 + 3 * 5 + 4) * GIB
-    assert list(of.excess()) == [("use", 39 * GIB)]
-    assert Colocation(3, 0, None, 0, 5 * GIB, 0, 1).used is None
 
 
 def test_quantities_are_what_kubernetes_says() -> None:

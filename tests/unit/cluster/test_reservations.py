@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.cluster.api import Api, kubeconfig, serving
-from tuneloop.argo.claim_steps import add_graph_end
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.template import define_workflow
+from tuneloop.cluster.graph_end import add_graph_end
 from tuneloop.cluster.reservations import (
     choose_claim,
     end_graphs,

@@ -12,9 +12,9 @@ from itertools import pairwise
 
 from tests.unit.sharing.lease_plans import in_turn, overlap_tasks
 from tests.unit.sharing.lease_simulation import Task
-from tuneloop.argo.claims import role_of
 from tuneloop.core.component import Component, find_component
 from tuneloop.core.errors import UserError
+from tuneloop.extensions.sharing.claims import role_of
 from tuneloop.local.journal import Node
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.run_record import Run

@@ -11,21 +11,17 @@ from collections.abc import Iterator
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.extensions.sharing.settings import Share
+from tuneloop.sharing.claim_request import DEVICES
 from tuneloop.workflow.manifest import labels_of
-from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Share
+from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL
 
-DEVICES = "devices"
-"""The claim's name in a pod, and the name of the one request in its ResourceClaim."""
+ANNOTATION = "tuneloop.dev/share"
+"""Annotation of a Workflow: its `Share`, as JSON."""
+
 ROLE_BY_IMAGE = {"rollout": "sampler"}
 """Logical image → role; an image that is not listed is a trainer's."""
 TRAINER = "trainer"
-TAKE = "take-claim"
-"""The template of the first step, which reserves claims."""
-GIVE = "give-claim"
-"""The template of the exit handler that releases them."""
-END = "end-graph"
-"""The template of the exit handler that deletes the DynamoGraphDeployment (servers of Dynamo's
-operator) which was created for this run alone."""
 PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
 """Fields of a pod that decide on which node it runs."""
 
@@ -95,21 +91,10 @@ def build_affinity(share: Share, role: str) -> JsonObject:
     }
 
 
-def place_pod_on_claim(container: JsonObject, share: Share, role: str) -> JsonObject:
-    """Give `container` the claim's devices, and return the pod spec fields that place its pod."""
-    fields = pod_patch(share, role)
-    for patch in fields.pop("containers", ()):
-        container["resources"] |= patch["resources"]
-    affinity = build_affinity(share, role)
-    if affinity:
-        fields["affinity"] = affinity
-    return fields
-
-
 def share_of(workflow: JsonMapping) -> Share | None:
     """Return how a rendered workflow shares devices."""
     annotations = workflow.get("metadata", {}).get("annotations") or {}
-    text = annotations.get(SHARE)
+    text = annotations.get(ANNOTATION)
     return Share.model_validate_json(text) if text else None
 
 

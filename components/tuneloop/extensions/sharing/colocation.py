@@ -7,27 +7,17 @@ kills a pod. Trainers that stay in memory between leases (the gateway's sessions
 host memory for weights and Adam's two moments.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 
-from tuneloop.argo.claims import share_of
+from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.argo.training_memory import compute_trainer_memory
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
+from tuneloop.extensions.sharing.claims import share_of
+from tuneloop.extensions.sharing.settings import Share
 from tuneloop.workflow.manifest import labels_of, list_calls
-from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL, Share
-
-UNITS = {
-    "n": Decimal("1e-9"),
-    "u": Decimal("1e-6"),
-    "m": Decimal("1e-3"),
-    "": Decimal(1),
-}
-"""Suffix of a Kubernetes quantity → its factor."""
-UNITS |= {letter: Decimal(1000) ** power for power, letter in enumerate("kMGTPE", 1)}
-UNITS |= {f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)}
+from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL
 
 
 @dataclass(frozen=True)
@@ -192,20 +182,6 @@ def describe_colocation(workflow: JsonMapping, parameters: int | None) -> Iterat
 def format_gib(count: float) -> str:
     """Format bytes as ``22.5 GiB``, the unit of Kubernetes."""
     return f"{count / (1 << 30):.3g} GiB"
-
-
-def parse_resource_quantity(quantity: object) -> Decimal:
-    """Parse a Kubernetes quantity (``500m``, ``2Gi``, ``8``) into a number.
-
-    The parser of the package kubernetes does the same, and is slow to import.
-
-    Raises:
-        UserError: it is no quantity.
-    """
-    match = re.fullmatch(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(\w*)", str(quantity))
-    if not match or match[2] not in UNITS:
-        raise UserError("quantity", quantity, "is not a Kubernetes quantity, as in 500m or 2Gi")
-    return Decimal(match[1]) * UNITS[match[2]]
 
 
 def _read_memory(template: JsonMapping) -> PodMemory:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.argo.test_claims import grpo
-from tests.unit.argo.test_turn import SHARED, build
+from tests.extensions.sharing.test_claims import grpo
+from tests.extensions.sharing.test_turn import SHARED, build
 from tests.unit.cluster.test_launch import Answering, connected
-from tuneloop.cluster.preflight import _find_lease_problems
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.extensions.sharing.preflight import find_lease_problems
+from tuneloop.extensions.sharing.settings import find_share
 from tuneloop.kube.connection import Connection
 from tuneloop.sharing.lease_queue import LeaseQueue
 from tuneloop.sharing.lease_storage import KubernetesLease
@@ -122,18 +123,19 @@ def test_a_lease_that_went_away_under_a_writer_is_made_anew(
 
 def test_what_the_group_will_refuse_is_said_before(cluster: Connection, server: Server) -> None:
     """By the Lease, where one stands; an idle group takes what comes."""
-    assert SHARED.share
-    made, theirs = build(1), SHARED.share.patience + 10
-    assert list(_find_lease_problems(cluster, made)) == []
+    share = find_share(SHARED)
+    assert share
+    made, theirs = build(1), share.patience + 10
+    assert list(find_lease_problems(cluster, made)) == []
     with LeaseGroup(KubernetesLease(cluster, "g"), "g", who="a", patience=theirs).acquire(
         timeout=60
     ):
-        (problem,) = _find_lease_problems(cluster, made)
+        (problem,) = find_lease_problems(cluster, made)
         assert (
             problem.field == "cluster.share.patience"
             and f"the runs of group g say {theirs}" in str(problem)
         )
-    assert list(_find_lease_problems(cluster, made)) == []
+    assert list(find_lease_problems(cluster, made)) == []
 
 
 def test_a_number_is_nobody_s_again(cluster: Connection, server: Server) -> None:
@@ -172,7 +174,7 @@ def test_what_the_leases_of_any_claim_of_the_group_will_refuse_is_said_before(
 ) -> None:
     """Which of them a run reserves is known once it has its reservation, and then it is too late."""
     made = grpo("cluster.share.roles=apart", "cluster.share.policy=lrs")
-    assert list(_find_lease_problems(cluster, made)) == []
+    assert list(find_lease_problems(cluster, made)) == []
     server.claims = [
         {"metadata": {"name": f"demo-{i}", "creationTimestamp": str(i)}} for i in range(3)
     ]
@@ -183,9 +185,9 @@ def test_what_the_leases_of_any_claim_of_the_group_will_refuse_is_said_before(
         KubernetesLease(cluster, "demo-2"), "demo-2", who="b", policy="fifo", patience=30
     )
     with agrees.acquire(timeout=60):
-        assert list(_find_lease_problems(cluster, made)) == []
+        assert list(find_lease_problems(cluster, made)) == []
         with other.acquire(timeout=60):
-            (problem,) = _find_lease_problems(cluster, made)
+            (problem,) = find_lease_problems(cluster, made)
     assert problem.field == "cluster.share.policy" and "the runs of group demo-2 say 'fifo'" in str(
         problem
     )

@@ -1,26 +1,27 @@
-"""Steps that reserve or release shared devices, or end a Dynamo graph: they run
-`tuneloop.cluster.reservations`.
-"""
+"""Steps that reserve or release shared devices: they run `tuneloop.cluster.reservations`."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hera.workflows import DAG, Container, Task, Workflow
-
-from tuneloop.argo.claims import END, GIVE, ROLE_BY_IMAGE, TAKE, TRAINER, claim_output, share_of
 from tuneloop.argo.pod_fields import step_fields
 from tuneloop.argo.tasks import pod_output
-from tuneloop.core.json_types import JsonObject
-from tuneloop.core.program import encode_flags
+from tuneloop.extensions.sharing.claims import ROLE_BY_IMAGE, TRAINER, claim_output, share_of
+from tuneloop.extensions.sharing.settings import find_share
+from tuneloop.sharing.claim_request import GIVE, TAKE
 from tuneloop.workflow.settings import Cluster
 
+if TYPE_CHECKING:
+    from hera.workflows import Container, Workflow
 
-def build_reservation_steps(cluster: Cluster) -> list[Container]:
+
+def build_reservation_steps(cluster: Cluster) -> list["Container"]:
     """Build the steps that reserve the claims of a workflow, and release them.
 
     There are none if the workflow claims no devices.
     """
-    share = cluster.share
+    from hera.workflows import Container
+
+    share = find_share(cluster)
     if not (share and share.device_class):
         return []
     roles = [TRAINER]
@@ -41,12 +42,14 @@ def build_reservation_steps(cluster: Cluster) -> list[Container]:
     return steps
 
 
-def reserve_claims(workflow: Workflow) -> None:
+def reserve_claims(workflow: "Workflow") -> None:
     """Complete the step that reserves the claims of a drawn workflow.
 
     It runs before anything else, wherever the workflow may start. Nothing is done if the pods claim
     no devices.
     """
+    from hera.workflows import Task
+
     templates: dict[str, Any] = {str(template.name): template for template in workflow.templates}
     share = share_of({"metadata": {"annotations": workflow.annotations}})
     if not share or TAKE not in templates:
@@ -74,6 +77,8 @@ def list_entry_graphs(templates: Iterable[Any]) -> list[Any]:
     """List the graphs at which a workflow, or one that continues it, may start: those that no other
     graph calls.
     """
+    from hera.workflows import DAG
+
     graphs = [template for template in templates if isinstance(template, DAG)]
     called: set[str] = set()
     for graph in graphs:
@@ -82,30 +87,3 @@ def list_entry_graphs(templates: Iterable[Any]) -> list[Any]:
             # A task that was created by a name has only the name.
             called.add(target if isinstance(target, str) else target.name)
     return [graph for graph in graphs if graph.name not in called]
-
-
-def add_graph_end(workflow: JsonObject, cluster: Cluster) -> None:
-    """Add an exit handler that ends the run's Dynamo graph, beside the handler that a rendered
-    workflow has.
-    """
-    arguments = {
-        "workflow": "{{workflow.name}}",
-        "namespace": "{{workflow.namespace}}",
-        "run": "{{workflow.parameters.run}}",
-    }
-    with Workflow() as built:
-        Container(
-            name=END,
-            command=["python", "-m", "tuneloop.cluster.reservations", END],
-            args=encode_flags(arguments),
-            **step_fields("tuneloop-graphs", cluster),
-        )
-    spec = workflow["spec"]
-    spec["templates"] += built.to_dict()["spec"]["templates"]
-    previous = spec.get("onExit")
-    spec["onExit"] = END
-    if previous:
-        # A workflow has one handler: both are tasks of it, which run at the same time.
-        tasks = [{"name": name, "template": name} for name in (previous, END)]
-        spec["templates"].append({"name": "end-run", "dag": {"tasks": tasks}})
-        spec["onExit"] = "end-run"

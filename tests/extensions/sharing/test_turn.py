@@ -13,19 +13,20 @@ import pytest
 from hera.workflows import DAG, Container, Parameter
 
 from tests.waiting import LIMIT_S, until
-from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import pod_fields
 from tuneloop.argo.run_plan import plan_stage
 from tuneloop.argo.template import define_workflow, stage_template
+from tuneloop.config.extended import extend_cluster
 from tuneloop.core.errors import UserError
+from tuneloop.extensions.sharing.lease_sidecar import add_lease_sidecar
+from tuneloop.extensions.sharing.settings import Share
 from tuneloop.local.executor import execute_workflow
 from tuneloop.local.journal import Node
 from tuneloop.sharing.lease_storage import open_lease_group
 from tuneloop.stages.rollout import rollout
 from tuneloop.workflow.loop import StageSpec
-from tuneloop.workflow.settings import Cluster, Share
 
-SHARED = Cluster(share=Share(group="g", patience=10))
+SHARED = extend_cluster().model_validate({"share": Share(group="g", patience=10)})
 
 
 SCRIPT = 'cp "$TUNELOOP_LEASE" $0.turn; date +%s.%N > $0.begin; sleep 0.1; date +%s.%N > $0.end'

@@ -8,21 +8,24 @@ from typing import Any
 import pytest
 from hera.workflows import DAG
 
-from tuneloop.argo.claims import find_placement_errors
 from tuneloop.argo.jobset import pod_spec
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.run_plan import plan_stage, plan_stages
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cluster.run_workflows import as_template, prepare_workflow
 from tuneloop.cluster.schedule import build_data_check_spec
+from tuneloop.config.extended import extend_cluster
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
+from tuneloop.extensions.sharing.claims import find_placement_errors
+from tuneloop.extensions.sharing.settings import Share
 from tuneloop.local.executor import execute_parts
 from tuneloop.planning.plan import render_plan
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.loop import StageSpec
-from tuneloop.workflow.settings import QUEUE_LABEL, Cluster, Share
+from tuneloop.workflow.settings import QUEUE_LABEL, Cluster
 
+DEMO = Share(group="demo", device_class="gpu.example.com")
 SHARED = ("cluster.share.group=demo", "cluster.share.device_class=gpu.example.com")
 
 
@@ -116,7 +119,7 @@ def test_a_placement_of_ones_own_is_refused(at: str, field: str, value: Any) -> 
 
 
 def test_a_workflow_that_would_reserve_nothing_is_refused() -> None:
-    cluster = Cluster(share=Share(group="demo", device_class="gpu.example.com"))
+    cluster = extend_cluster().model_validate({"share": DEMO})
     rollout = find_pipeline("grpo").module.rollout
     with define_workflow("forgotten") as built:
         stage = stage_template(rollout, plan_stage(StageSpec(rollout), cluster), cluster)
@@ -168,7 +171,7 @@ def test_requests_are_small_limits_big_and_what_cannot_fit_is_refused() -> None:
 def test_one_machine_has_no_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same workflow, without a cluster: the group's name stands for the claim's, also for its leases."""
     monkeypatch.chdir(tmp_path)
-    cluster = Cluster(share=Share(group="demo", device_class="gpu.example.com"))
+    cluster = extend_cluster().model_validate({"share": DEMO})
     using = copy.copy(data_prep)
     using.accelerator = True
     spec = StageSpec(using, source_args={"digits": 2}, train=8, eval=4, sft=0)

@@ -9,12 +9,13 @@ container until when the lease is valid.
 
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.claims import claim_tag
 from tuneloop.argo.pod_fields import RESTRICTED, TOKEN_SOURCES
 from tuneloop.core import fencing
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags
-from tuneloop.workflow.settings import Cluster, Share
+from tuneloop.extensions.sharing.claims import claim_tag
+from tuneloop.extensions.sharing.settings import Share, find_share
+from tuneloop.workflow.settings import Cluster
 
 if TYPE_CHECKING:
     from hera.workflows import Container
@@ -26,6 +27,7 @@ DIRECTORY = "/lease"
 FILE = f"{DIRECTORY}/lease.json"
 TOKEN = "lease-token"
 ACCOUNT_FILES = "/var/run/secrets/kubernetes.io/serviceaccount"
+PROGRAM = ["python", "-m", "tuneloop.sharing.sidecar"]
 FOREVER = 2**31 - 1
 """Failures allowed to the startup probe, one a second: a stage may wait long for the lease."""
 
@@ -36,7 +38,7 @@ def add_lease_sidecar(template: "Container", cluster: Cluster, role: str) -> Non
     """
     from hera.workflows import EmptyDirVolume, models
 
-    share = cluster.share
+    share = find_share(cluster)
     if share is None or share.alone:
         return
     image = cluster.images.format(image="base")
@@ -69,7 +71,7 @@ def build_lease_sidecar(share: Share, role: str, image: str) -> JsonObject:
         "image": image,
         "imagePullPolicy": "IfNotPresent",
         "restartPolicy": "Always",
-        "command": ["python", "-m", "tuneloop.sharing.sidecar"],
+        "command": PROGRAM,
         "args": encode_flags(options),
         # The lease belongs to the workflow: it is deleted with it.
         "env": [
