@@ -66,7 +66,7 @@ lint: $(INSTALLED) ## ruff, mypy, import rules, golden files of the requirements
 test-all: test test-slow test-cluster ## every tier; the last needs a cluster
 
 fuzz: $(INSTALLED) ## five minutes of broken bodies for the requests of the servers, some thousand in all
-	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/pytest tests/extensions/gateway tests/unit/inference -k test_fuzz -rP
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/pytest tests/extensions/gateway tests/unit/inference -k test_fuzz -rfEP
 
 fuzz-judges: $(INSTALLED) ## 10,000 generated answers for each judge, also those that run programs (an hour)
 	FUZZ_ANSWERS=10000 OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/unit/rewards/test_fuzz.py -v

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import socket
 import subprocess
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,13 +30,25 @@ def until(
         child: without which it will never come true: fails when that process has ended.
     """
     deadline = time.monotonic() + seconds
-    while not (found := done()):
-        assert time.monotonic() < deadline, f"did not happen within {seconds:.0f} s"
+    while not (result := done()):
+        assert time.monotonic() < deadline, (
+            f"did not happen within {seconds:.0f} s: {describe_wait(done)}"
+        )
         assert child is None or child.poll() is None or done(), (
             f"the process ended: {child.communicate()}"
         )
         time.sleep(pause)
-    return found
+    return result
+
+
+def describe_wait(done: Callable[[], object]) -> str:
+    """Return the last line of the caller that waits, and what it waits for, on one line: CI keeps little else."""
+    callers = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
+    waiting = [frame for frame in callers if "/tests/" in frame.filename][-1]
+    code = getattr(done, "__code__", None)
+    variables = inspect.getclosurevars(done).nonlocals if code else {}
+    shown = ", ".join(f"{name}={value!r:.300}" for name, value in variables.items())
+    return f"{waiting.filename}:{waiting.lineno} {waiting.line} ({shown})"
 
 
 def free_port() -> int:

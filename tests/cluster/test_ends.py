@@ -105,18 +105,24 @@ def test_what_ends_is_started_again_however_long_it_ran(cluster: Connection, run
 
 
 def _end_first_attempt(cluster: Connection, run: str) -> None:
-    """Delete the first attempt's pod, and again if the controller, behind on a busy machine, makes it anew."""
+    """Delete the first attempt's pod, and again if the controller, behind on a busy machine, makes it anew.
+
+    Only a pod that runs, by the controller's own account, is deleted: one that is deleted while its node is Pending
+    is made anew each time, without end.
+    """
     (first,) = find_pods(cluster, run)
     (pod,) = cluster.core.list_namespaced_pod(
         cluster.namespace, label_selector=f"{RUN_LABEL}={run}"
     ).items
 
     def ended() -> bool:
-        with ignore_refusals(404):
-            cluster.core.delete_namespaced_pod(
-                pod.metadata.name, cluster.namespace, grace_period_seconds=0
-            )
-        return any(node.id == first.id and node.finished for node in find_pods(cluster, run))
+        (node,) = [node for node in find_pods(cluster, run) if node.id == first.id]
+        if node.phase == "Running" and _ran_for(cluster, run, 0):
+            with ignore_refusals(404):
+                cluster.core.delete_namespaced_pod(
+                    pod.metadata.name, cluster.namespace, grace_period_seconds=0
+                )
+        return bool(node.finished)
 
     until(ended)
 

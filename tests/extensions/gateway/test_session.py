@@ -208,10 +208,13 @@ def test_what_can_not_be_done_says_why_and_changes_nothing(driver: Driver) -> No
         driver.forward_backward(good, "dro")
     with pytest.raises(UserError, match="cross_entropy has no options"):
         driver.forward_backward(good, "cross_entropy", {"beta": 1.0})
-    driver.forward_backward(
-        [Datum(good[0].tokens, {**good[0].inputs, "weights": np.full(3, np.inf, "f4")})],
-        "cross_entropy",
-    )
+    infinite = Datum(good[0].tokens, {**good[0].inputs, "weights": np.full(3, np.inf, "f4")})
+    with pytest.raises(UserError, match="version 3 is not finite: check the data's weights"):
+        driver.forward_backward([infinite], "cross_entropy")
+    parameter = next(driver.session.models[MODEL].trainer.model.parameters())
+    hook = parameter.register_hook(lambda gradient: gradient * torch.inf)
+    driver.forward_backward(good, "cross_entropy")
+    hook.remove()
     with pytest.raises(UserError, match="has gradients that no step has used"):
         driver.save("x")
     with pytest.raises(UserError, match="no step was taken"):
@@ -245,6 +248,26 @@ def test_a_gradient_that_is_not_whole_is_never_applied(driver: Driver) -> None:
     driver.forward_backward(good, "cross_entropy")
     driver.step()
     assert resident.version == 4
+
+
+@pytest.mark.parametrize("option", ["learning_rate", "weight_decay"])
+def test_weights_that_a_step_makes_infinite_are_refused_afterwards(
+    option: str, driver: Driver
+) -> None:
+    """Fuzzing finds it once in many runs: the first step that has a gradient needs the huge value."""
+    supervised = data(**SUPERVISED)
+    whole = driver.save("before")
+    driver.forward_backward(supervised, "cross_entropy")
+    driver.step(**{option: 1e308})
+    with pytest.raises(UserError, match="version 4 is not finite: check"):
+        driver.forward_backward(supervised, "cross_entropy")
+    asked = SaveWeights(model_id=MODEL, sampling_session_seq_id=0)
+    name = str(driver.result(driver.session.save_weights_for_sampler(asked))["sampling_session_id"])
+    for temperature in (0.0, 1.0):
+        with pytest.raises(UserError, match="version: 4: its logits are not finite"):
+            driver.result(driver.session.sample(ask(name, [5, 6], temperature=temperature)))
+    driver.load(whole)
+    assert np.isfinite(driver.forward_backward(supervised, "cross_entropy").metrics["loss:sum"])
 
 
 def test_what_can_not_be_loaded_is_found_out_before_the_model_goes(driver: Driver) -> None:

@@ -205,7 +205,7 @@ def test_a_server_is_suspended_while_it_sleeps(
     assert refused.value.status == 503
     for _ in range(2):
         loop.call(loop.wake_up).result(LIMIT_S)
-        assert state.read_text() == "running" and not loop.asleep and not loop.engine.suspended
+        assert state.read_text() == "running" and not loop.asleep and not loop.engine.is_suspended
     assert [call.split()[0] for call in calls(cuda)] == ["lock", "checkpoint", "restore", "unlock"]
 
 

@@ -131,7 +131,8 @@ class Resident:
             ``loss:sum``.
 
         Raises UserError, with nothing added, if the data does not fit the loss. After any other
-        error part of it may have been added, and the next `optim_step` is refused.
+        error part of it may have been added, and the next `optim_step` is refused: also if the loss
+        is not finite, as with weights that a large learning rate made infinite.
         """
         if not data:
             raise UserError("data", [], "is empty; send at least one datum")
@@ -148,6 +149,13 @@ class Resident:
                 batch = [data[index] for index in indices]
                 inputs = _concatenate(batch, INPUTS[name], logprobs)
                 loss = compute_loss(name, logprobs, inputs, options).sum()
+                # JSON has no number for it, and its gradient would only be refused by the next step.
+                if not (loss.isfinite() and logprobs.isfinite().all()):
+                    problem = (
+                        f"the loss or a log-probability of version {self.version} is not finite"
+                    )
+                    remedy = "check the data's weights, and load weights from before they grew"
+                    raise UserError("loss", float(loss.detach()), f"{problem}: {remedy}")
                 if not forward_only:
                     # Spoiled until the gradients of all data have been added.
                     self.spoiled = True

@@ -225,6 +225,12 @@ class Transformers:
         for step in range(sampling.max_tokens):
             report_progress()
             chosen, chosen_logprobs = _choose(logits, sampling.temperature, noise[live, step])
+            if not chosen_logprobs.isfinite().all():
+                remedy = (
+                    f"its logits are not finite at temperature {sampling.temperature:g}: sample from "
+                    "weights from before they grew, and train with a smaller learning rate"
+                )
+                raise UserError("policy version", self.version, remedy)
             tokens[live, step] = chosen
             logprobs[live, step] = chosen_logprobs
             is_stop = torch.isin(chosen, stop_ids)
@@ -325,7 +331,8 @@ def _choose(logits: Tensor, temperature: float, noise: Tensor) -> tuple[Tensor, 
         noise: one number in [0, 1) for each row, float64.
 
     Returns:
-        The tokens, and their log-probabilities at the temperature (at 1 where it is 0).
+        The tokens, and their log-probabilities at the temperature (at 1 where it is 0): NaN where a
+        row has logits that are not finite.
     """
     import torch
 
@@ -337,4 +344,6 @@ def _choose(logits: Tensor, temperature: float, noise: Tensor) -> tuple[Tensor, 
         # The sum is 1 but for rounding, so the noise is scaled to it.
         points = noise[:, None] * cumulative[:, -1:]
         chosen = torch.searchsorted(cumulative, points, right=True).squeeze(-1)
+        # Where a logit is not finite, the index is behind the last token; the caller sees it by the NaN.
+        chosen = chosen.clamp(max=logits.shape[-1] - 1)
     return chosen, logprobs.gather(-1, chosen[:, None]).squeeze(-1)
