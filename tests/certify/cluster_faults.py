@@ -26,13 +26,13 @@ from tests.cluster.conftest import kubectl, reach_store
 from tests.cluster.making import submit_workflow
 from tests.cluster.volumes import apply
 from tests.waiting import until
-from tuneloop.argo.pod_fields import NOBODY, RESTRICTED
 from tuneloop.cluster import submit
 from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_phase
 from tuneloop.core.artifacts import MANIFEST
 from tuneloop.core.errors import EXIT_USER
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import WORKFLOWS, Connection, ignore_refusals, retry_until_available
+from tuneloop.workflow.pod_settings import RESTRICTED_CONTAINER, RESTRICTED_POD
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 
 IMAGE = "tuneloop/base:dev"
@@ -293,11 +293,11 @@ def preempt_pod(held: Held) -> None:
     spec = {
         "restartPolicy": "Never",
         "serviceAccountName": "tuneloop-stage",
-        "securityContext": NOBODY,
+        "securityContext": RESTRICTED_POD,
     }
     spec["automountServiceAccountToken"] = False
     spec["containers"] = [
-        {**sleep, "imagePullPolicy": "IfNotPresent", "securityContext": RESTRICTED}
+        {**sleep, "imagePullPolicy": "IfNotPresent", "securityContext": RESTRICTED_CONTAINER}
     ]
     about = {"name": name, "namespace": held.scene.cluster.namespace, "labels": labels}
     apply(json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}))

@@ -15,9 +15,9 @@ from typing import Any
 
 from tests.cluster.conftest import ROOT, kubectl
 from tests.cluster.volumes import apply
-from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.inference.fleet.graph import GROUP, KIND, PLURAL, POD_LABEL
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.pod_settings import RESTRICTED_CONTAINER
 
 IMAGE = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev").format(image="base")
 DEFINITION = {
@@ -144,7 +144,7 @@ def _objects(graph: dict[str, Any], component: dict[str, Any]) -> Iterator[dict[
         "command": ["python", "/crew/crew.py", *role],
         "readinessProbe": {"tcpSocket": {"port": 8000 if front else 8081}, "periodSeconds": 1},
         "resources": {"requests": {"cpu": "20m", "memory": "64Mi"}},
-        "securityContext": RESTRICTED,
+        "securityContext": RESTRICTED_CONTAINER,
         "volumeMounts": [{"name": "crew", "mountPath": "/crew"}],
     }
     pod = {

@@ -18,8 +18,8 @@ from tests.cluster.conftest import ROOT, kubectl
 from tests.cluster.operator import IMAGE
 from tests.cluster.test_queue import until
 from tests.cluster.volumes import apply
-from tuneloop.argo.pod_fields import NOBODY, RESTRICTED
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.pod_settings import RESTRICTED_CONTAINER, RESTRICTED_POD
 from tuneloop.workflow.settings import CLIENT_LABEL, RUN_LABEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -96,13 +96,13 @@ def client_pod(cluster: Connection, run: str) -> str:
     }
     container |= {
         "resources": {"requests": {"cpu": "20m", "memory": "64Mi"}},
-        "securityContext": RESTRICTED,
+        "securityContext": RESTRICTED_CONTAINER,
     }
     container["volumeMounts"] = [{"name": "scratch", "mountPath": "/tmp"}]
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
-        "securityContext": NOBODY,
+        "securityContext": RESTRICTED_POD,
     }
     spec |= {"containers": [container], "volumes": [{"name": "scratch", "emptyDir": {}}]}
     about = {"name": run, "namespace": cluster.namespace, "labels": labels}

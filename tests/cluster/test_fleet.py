@@ -13,7 +13,6 @@ from tests.cluster.operator import IMAGE, operating
 from tests.cluster.test_queue import until
 from tests.cluster.volumes import apply
 from tests.waiting import LIMIT_S
-from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.cli import run_cli
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
@@ -22,6 +21,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.inference.fleet import graph as graphs
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.pod_settings import RESTRICTED_CONTAINER
 from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -139,7 +139,7 @@ def refitted(cluster: Connection, run: str) -> str:
         "imagePullPolicy": "IfNotPresent",
         "command": ["python", "-c", code],
         "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
-        "securityContext": RESTRICTED,
+        "securityContext": RESTRICTED_CONTAINER,
     }
     pod = {
         "restartPolicy": "Never",

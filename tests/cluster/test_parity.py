@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.unit.local.test_parity import RECORDED
-from tuneloop.argo.pod_fields import NOBODY
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.run_workflows import find_workflows, get_workflow_phase
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.kube.connection import WORKFLOWS, Connection
+from tuneloop.workflow.pod_settings import RESTRICTED_POD
 from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -53,7 +53,11 @@ def fit_to_cluster(workflow: dict[str, Any], run: str) -> dict[str, Any]:
     patch = {"containers": wait, "initContainers": init}
     made |= {"apiVersion": "/".join(WORKFLOWS[:2]), "kind": "Workflow"}
     made["metadata"] = {"name": run, "labels": {RUN_LABEL: run}}
-    made["spec"] |= {**accounts, "automountServiceAccountToken": False, "securityContext": NOBODY}
+    made["spec"] |= {
+        **accounts,
+        "automountServiceAccountToken": False,
+        "securityContext": RESTRICTED_POD,
+    }
     made["spec"] |= {"podSpecPatch": json.dumps(patch), "podMetadata": {"labels": {RUN_LABEL: run}}}
     for template in made["spec"]["templates"]:
         if "container" in template:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from tuneloop.argo.pod_fields import (
+    ACCOUNT,
     EXECUTOR,
     LIMIT,
-    NOBODY,
-    RESTRICTED,
+    custom_fields,
     place_fields,
     plan_resources,
     pod_fields,
@@ -29,32 +29,17 @@ from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRIED_CODES, RETRY_STEP
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.core.program import encode_value
 from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.plan import PodResources, StagePlan
-from tuneloop.workflow.pod_hook import check_use, collect_pod_changes, merge_pod_specs
+from tuneloop.workflow.pod_hook import check_use, collect_pod_changes
+from tuneloop.workflow.pod_settings import RESTRICTED_CONTAINER, PodSettings, fit_patch
 from tuneloop.workflow.settings import AUTO, RUN_LABEL, Cluster, ResourceRole
+from tuneloop.workflow.strategic_merge import apply_patch
 
 if TYPE_CHECKING:
     from hera.workflows import Container, Resource, Steps
 
 PORT = 29500
-PATCH = {
-    "containers": [
-        {"name": "wait", "$patch": "delete"},
-        {
-            "name": "main",
-            "securityContext": RESTRICTED,
-            "resources": {"requests": EXECUTOR["requests"], "limits": {"memory": "256Mi"}},
-        },
-    ],
-    "initContainers": [
-        {"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}
-    ],
-}
-"""Patch of the pod that watches: Argo runs it without the sidecar in the workflow's own patch, and
-writes to /tmp.
-"""
 JOB = "node"
 CONTAINER = "main"
 LONGEST = 63
@@ -123,6 +108,7 @@ def jobset_steps(
         labels=labels,
         queue=cluster.build_queue_labels(stage.resource_role),
         stage=stage.template,
+        settings=cluster.pod_settings(stage.resource_role),
     )
     # A caller of the template cannot tell that the stage has several pods.
     inputs: Any = result.inputs
@@ -139,6 +125,32 @@ def jobset_steps(
     return steps
 
 
+def _build_patch(settings: PodSettings) -> JsonObject:
+    """Build the patch of the pod that watches a JobSet: Argo runs it without the sidecar in the
+    workflow's own patch, and writes to /tmp.
+
+    Args:
+        settings: of the pod.
+    """
+    security = dict(RESTRICTED_CONTAINER)
+    # Argo gives this container, and no other, a user. A namespace with a range of users refuses it.
+    if "runAsUser" not in settings.pod_security:
+        security["runAsUser"] = None
+    return {
+        "containers": [
+            {"name": "wait", "$patch": "delete"},
+            {
+                "name": "main",
+                "securityContext": security,
+                "resources": {"requests": EXECUTOR["requests"], "limits": {"memory": "256Mi"}},
+            },
+        ],
+        "initContainers": [
+            {"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}
+        ],
+    }
+
+
 def apply_jobset(name: str, manifest: JsonObject, cluster: Cluster, **fields: Any) -> "Resource":
     """Build a template that applies a JobSet and ends as it does; the JobSet is deleted with the
     workflow.
@@ -152,6 +164,8 @@ def apply_jobset(name: str, manifest: JsonObject, cluster: Cluster, **fields: An
     from hera.workflows import Resource
     from hera.workflows.models import ExecutorConfig
 
+    patch = _build_patch(cluster.pod_settings("cpu"))
+    fields |= custom_fields("cpu", cluster, patch, containers=())
     return Resource(
         name=name,
         action="apply",
@@ -160,7 +174,6 @@ def apply_jobset(name: str, manifest: JsonObject, cluster: Cluster, **fields: An
         failure_condition="status.terminalState = Failed",
         manifest=dump_manifest(manifest),
         executor=ExecutorConfig(service_account_name="tuneloop-launcher"),
-        pod_spec_patch=encode_value(PATCH),
         **place_fields(cluster.cpu),
         **retry_fields(RETRY_STEP),
         **fields,
@@ -175,6 +188,7 @@ def build_jobset(
     labels: Mapping[str, str] | None = None,
     queue: Mapping[str, str] | None = None,
     stage: str = "",
+    settings: PodSettings | None = None,
 ) -> JsonObject:
     """Build a JobSet: one Indexed Job of `nodes` pods that end and start again together.
 
@@ -185,7 +199,9 @@ def build_jobset(
         labels: of the JobSet and its pods.
         queue: Kueue's labels of the JobSet, as in `Cluster.build_queue_labels`.
         stage: what `tuneloop cluster logs` calls the pods; empty: `name`.
+        settings: what labels and annotations the pods have besides.
     """
+    annotations = {"workflows.argoproj.io/node-name": stage or name}
     pod_labels = dict(labels or {})
     # An end that is not retried fails the job, and thereby the JobSet.
     final_end = {
@@ -200,10 +216,7 @@ def build_jobset(
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": final_end}]},
         "template": {
-            "metadata": {
-                "labels": pod_labels,
-                "annotations": {"workflows.argoproj.io/node-name": stage or name},
-            },
+            "metadata": build_pod_metadata(pod_labels, settings, annotations),
             "spec": pod,
         },
     }
@@ -228,6 +241,20 @@ def build_jobset(
             "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
         },
     }
+
+
+def build_pod_metadata(
+    labels: Mapping[str, str],
+    settings: PodSettings | None,
+    annotations: Mapping[str, str] | None = None,
+) -> JsonObject:
+    """Build the metadata of a pod: tuneloop's labels and annotations, and those of its settings."""
+    settings = settings or PodSettings()
+    metadata: JsonObject = {"labels": dict(labels) | settings.build_labels()}
+    all_annotations = dict(annotations or {}) | settings.build_annotations()
+    if all_annotations:
+        metadata["annotations"] = all_annotations
+    return metadata
 
 
 def check_names(workflow: JsonMapping, run: str) -> None:
@@ -313,6 +340,7 @@ def pod_spec(
         check_use(cluster, "job")
     cluster.check_one_memory_limit(role, "a job of several pods")
     role_settings = cluster.resources(role)
+    settings = cluster.pod_settings(role)
     resources = enable_shared_memory(resources or plan_resources(role, cluster))
     fields = pod_fields(image, role, cluster, resources)
     variables: list[JsonMapping] = [_plain(variable) for variable in fields["env"]]
@@ -326,21 +354,23 @@ def pod_spec(
         "env": variables,
         "envFrom": [_plain(source.build()) for source in fields["env_from"]],
         "resources": _plain(fields["resources"].build()),
-        "securityContext": RESTRICTED,
+        "securityContext": settings.container_security,
         # Hera has no public way to build the two halves of a volume.
         "volumeMounts": [_plain(volume._build_volume_mount()) for volume in fields["volumes"]],
     }
     spec: JsonObject = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": role_settings.grace_s,
-        "serviceAccountName": "tuneloop-stage",
+        "serviceAccountName": settings.service_account or ACCOUNT,
         "automountServiceAccountToken": False,
-        "securityContext": NOBODY,
+        "securityContext": settings.pod_security,
         "containers": [container],
         "volumes": [_plain(volume._build_volume()) for volume in fields["volumes"]],
     }
     spec |= role_settings.place
-    return merge_pod_specs(spec, collect_pod_changes(cluster, role, image).spec)
+    # The settings have the last word.
+    spec = apply_patch(spec, collect_pod_changes(cluster, role, image).spec)
+    return apply_patch(spec, fit_patch(cluster.build_spec_patch(role)))
 
 
 def enable_shared_memory(resources: PodResources) -> PodResources:

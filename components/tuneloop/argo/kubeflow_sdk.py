@@ -27,8 +27,8 @@ def build_train_arguments(job: JsonMapping) -> JsonObject:
         job: a TrainJob that `as_trainjob` rendered.
 
     Raises:
-        UserError: the command does not start with our torchrun, or CPU and memory of the trainer
-            are not set.
+        UserError: the command does not start with our torchrun, CPU and memory of the trainer are
+            not set, or a variable has no plain value.
     """
     metadata = job["metadata"]
     spec = job["spec"]
@@ -42,7 +42,14 @@ def build_train_arguments(job: JsonMapping) -> JsonObject:
     if "memory" not in limits:
         raise UserError("cluster.trainer.memory", AUTO, remedy)
     # The SDK takes plain values only; our runtimes set the rendezvous id themselves.
-    variables = {item["name"]: item["value"] for item in trainer["env"] if item != RENDEZVOUS}
+    variables: dict[str, str] = {}
+    for item in trainer["env"]:
+        if item == RENDEZVOUS:
+            continue
+        if "valueFrom" in item:
+            remedy = "has no plain value, and the SDK takes no other: create the TrainJob itself"
+            raise UserError("cluster.trainer.pod.spec", item["name"], remedy)
+        variables[item["name"]] = item["value"]
     return {
         "runtime": spec["runtimeRef"]["name"],
         "initializer": _build_initializer(spec.get("initializer", {})),

@@ -240,7 +240,8 @@ def _check_pod(field: str, template: JsonMapping) -> Iterator[UserError]:
     if not resources.get("requests"):
         remedy = "request cpu and memory: a scheduler and Kueue count them"
         yield UserError(f"{field}.resources", None, remedy)
-    if not container.get("securityContext"):
+    # An empty one is meant: `cluster.pod.security` is none.
+    if container.get("securityContext") is None:
         remedy = "a restricted namespace refuses the pod without one"
         yield UserError(f"{field}.securityContext", None, remedy)
     if "retryStrategy" not in template:

@@ -380,7 +380,7 @@ def iterations_template(loop: Loop, plan: RunPlan, config: LoopPipelineConfig) -
         cluster=config.cluster,
     )
     if config.engine.server:
-        mount_token(container)
+        mount_token(container, config.cluster, loop_plan.pod.resource_role)
     elif not config.engine.capabilities.in_process:
         label_client(container)
     return container

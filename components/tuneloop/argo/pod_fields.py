@@ -1,7 +1,7 @@
 """Fields of every tuneloop pod: image, store, scratch disk, requests, permissions, and its retries."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
@@ -12,10 +12,13 @@ from tuneloop.core.program import encode_value
 from tuneloop.core.server_token import VARIABLE
 from tuneloop.inference.capabilities import Capabilities, find_capabilities
 from tuneloop.workflow.plan import PodResources
-from tuneloop.workflow.pod_hook import (
-    choose_memory_request,
-    collect_pod_changes,
-    merge_pod_specs,
+from tuneloop.workflow.pod_hook import choose_memory_request, collect_pod_changes
+from tuneloop.workflow.pod_settings import (
+    ARGO_CONTAINERS,
+    ARGO_INIT_CONTAINERS,
+    STORE,
+    PodSettings,
+    fit_patch,
 )
 from tuneloop.workflow.settings import (
     AUTO,
@@ -28,6 +31,7 @@ from tuneloop.workflow.settings import (
     ResourceRole,
     Resources,
 )
+from tuneloop.workflow.strategic_merge import merge_patches
 
 SCRATCH = "/tmp"
 SHM = "/dev/shm"
@@ -36,8 +40,6 @@ CLAIM = "/store"
 """Where `Cluster.claim` is mounted."""
 TOKENS = "/run/tuneloop/server-token"
 """Where the Secret `TOKEN_SECRET` is mounted."""
-STORE = "tuneloop-store"
-"""ConfigMap and Secret with the store's ``AWS_*`` settings. A pod may lack either."""
 PLAIN = ("AWS_ENDPOINT_URL", "AWS_REGION")
 """The settings in the ConfigMap."""
 SECRET = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -55,19 +57,8 @@ SMALL = {"cpu": "50m", "memory": "256Mi", "memory_on_retry": ""}
 """Resources of a pod that only talks to the API server."""
 EXECUTOR = {"requests": {"cpu": "10m", "memory": "64Mi"}}
 """Resources of Argo's own containers in a pod."""
-NOBODY = {
-    "runAsNonRoot": True,
-    "runAsUser": 1000,
-    "runAsGroup": 1000,
-    "fsGroup": 1000,
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
-"""Security context of a pod: its containers do not run as root."""
-RESTRICTED = {
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "capabilities": {"drop": ["ALL"]},
-}
+ACCOUNT = "tuneloop-stage"
+"""The account of pods that ask nothing of the API server, unless `service_account` is set."""
 TOKEN_SOURCES: list[JsonObject] = [
     {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}},
     {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
@@ -149,6 +140,7 @@ def pod_fields(
         "TUNELOOP_NODE_NAME": "{{node.name}}",
     }
     variables |= cluster.sandbox_environment
+    settings = cluster.pod_settings(role)
     fields: JsonObject = {
         "image": image_name,
         # A version of an image does not change: a node that has it asks no registry.
@@ -163,14 +155,15 @@ def pod_fields(
             memory_request=resources.memory_request,
             memory_limit=resources.memory_limit,
             gpus=resources.accelerators or None,
+            gpu_flag=settings.gpu,
         ),
-        "security_context": models.SecurityContext.model_validate(RESTRICTED),
-        "volumes": _build_volumes(cluster, resources.shared_memory),
+        "security_context": models.SecurityContext.model_validate(settings.container_security),
+        "volumes": _build_volumes(cluster, resources.shared_memory, settings.secret_mode),
     }
     return fields | role_fields(image, role, cluster)
 
 
-def _build_volumes(cluster: Cluster, shared_memory: str) -> list[Any]:
+def _build_volumes(cluster: Cluster, shared_memory: str, secret_mode: int) -> list[Any]:
     """Build the disks of a pod: scratch, the store's claim, the sandbox's secret, shared memory."""
     from hera.workflows import EmptyDirVolume, ExistingVolume
 
@@ -180,7 +173,7 @@ def _build_volumes(cluster: Cluster, shared_memory: str) -> list[Any]:
         volumes.append(ExistingVolume(name="store", claim_name=cluster.claim, mount_path=CLAIM))
     if cluster.sandbox_environment:
         secret, path = SANDBOX
-        volumes.append(_mount_secret("sandbox", secret, path))
+        volumes.append(_mount_secret("sandbox", secret, path, secret_mode))
     if shared_memory:
         size_limit: Any = None if shared_memory == AUTO else shared_memory
         volume = EmptyDirVolume(name="shm", mount_path=SHM, medium="Memory", size_limit=size_limit)
@@ -188,15 +181,21 @@ def _build_volumes(cluster: Cluster, shared_memory: str) -> list[Any]:
     return volumes
 
 
-def mount_token(template: Any) -> None:
+def mount_token(template: Any, cluster: Cluster, role: ResourceRole) -> None:
     """Mount the token of the workflow's servers as a file into a template's pod, if `submit` has
     created one.
+
+    Args:
+        template: of the pod.
+        cluster: where it runs.
+        role: what it computes.
     """
     from hera.workflows import models
 
     variable = models.EnvVar(name=VARIABLE, value=f"{TOKENS}/{TOKEN_KEY}")
     template.env += [variable]
-    template.volumes += [_mount_secret("server-token", TOKEN_SECRET, TOKENS)]
+    mode = cluster.pod_settings(role).secret_mode
+    template.volumes += [_mount_secret("server-token", TOKEN_SECRET, TOKENS, mode)]
 
 
 def label_client(template: Any) -> None:
@@ -206,11 +205,11 @@ def label_client(template: Any) -> None:
     template.labels = (template.labels or {}) | {CLIENT_LABEL: "true"}
 
 
-def _mount_secret(name: str, secret: str, path: str) -> Any:
+def _mount_secret(name: str, secret: str, path: str, mode: int) -> Any:
     """Return the files of a Secret, if there is one, as a volume."""
     from hera.workflows import SecretVolume
 
-    options: Any = {"secret_name": secret, "optional": True, "default_mode": 0o440}
+    options: Any = {"secret_name": secret, "optional": True, "default_mode": mode}
     return SecretVolume(name=name, mount_path=path, **options)
 
 
@@ -229,27 +228,71 @@ def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
     if resources.grace_s != GRACE_S:
         patch["terminationGracePeriodSeconds"] = resources.grace_s
     fields = place_fields(resources)
-    patch = merge_pod_specs(patch, change.spec)
+    patch = merge_patches(patch, change.spec)
     # Argo would lay its own field over that of the patch.
     affinity = patch.pop("affinity", None)
     if affinity:
         fields["affinity"] = Affinity.model_validate(affinity)
+    fields["labels"] = labels
+    return fields | custom_fields(role, cluster, patch, labels)
+
+
+def custom_fields(
+    role: ResourceRole,
+    cluster: Cluster,
+    patch: JsonMapping,
+    labels: Mapping[str, str] | None = None,
+    containers: Sequence[str] = ARGO_CONTAINERS,
+) -> JsonObject:
+    """Return the fields of a template by which `cluster.pod` and that of a role change its pod.
+
+    Args:
+        role: what the pod computes.
+        cluster: where it runs.
+        patch: what tuneloop itself patches into the pod; the settings win over it.
+        labels: tuneloop's own of the pod.
+        containers: Argo's own of the pod.
+    """
+    from hera.workflows import models
+
+    settings = cluster.pod_settings(role)
+    spec = fit_patch(
+        cluster.build_spec_patch(role),
+        containers=containers,
+        init_containers=ARGO_INIT_CONTAINERS,
+    )
+    patch = merge_patches(patch, spec)
+    fields: JsonObject = {}
     if patch:
         fields["pod_spec_patch"] = encode_value(patch)
-    fields["labels"] = labels
+    custom_labels = settings.build_labels()
+    if custom_labels:
+        fields["labels"] = dict(labels or {}) | custom_labels
+    annotations = settings.build_annotations()
+    if annotations:
+        fields["annotations"] = annotations
+    # The workflow says what all pods have; a role may say something else.
+    default = cluster.pod or PodSettings()
+    if settings.pod_security != default.pod_security:
+        fields["pod_security_context"] = models.PodSecurityContext.model_validate(
+            settings.pod_security
+        )
+    if settings.service_account != default.service_account:
+        fields["service_account_name"] = settings.service_account
     return fields
 
 
 def patch_container(text: str | None, container: JsonObject) -> str:
-    """Return the text of a pod's patch with fields of a container added.
+    """Return the text of a pod's patch with fields of a container added, where it sets none of
+    them.
 
     Args:
         text: of the patch; None: there is none yet.
         container: its name, and the fields.
     """
-    patch = json.loads(text or "{}")
-    patch.setdefault("containers", []).append(container)
-    return encode_value(patch)
+    patch: JsonObject = json.loads(text or "{}")
+    # What the user's settings say of the container wins.
+    return encode_value(merge_patches({"containers": [container]}, patch))
 
 
 def place_fields(resources: Resources) -> JsonObject:
@@ -278,11 +321,8 @@ def retry_fields(expression: str = RETRY_STAGE) -> JsonObject:
 
 def step_fields(account: str, cluster: Cluster) -> JsonObject:
     """Return the fields of a small step that calls the API server with a service account."""
-    fields: JsonObject = {
-        "service_account_name": account,
-        "automount_service_account_token": True,
-    }
-    fields |= pod_fields("base", "cpu", cluster.adjust_role("cpu", **SMALL))
+    fields = pod_fields("base", "cpu", cluster.adjust_role("cpu", **SMALL))
+    fields |= {"service_account_name": account, "automount_service_account_token": True}
     return fields | retry_fields(RETRY_STEP)
 
 

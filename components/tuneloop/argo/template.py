@@ -16,10 +16,11 @@ from tuneloop.argo.resize import resize_while_asleep
 from tuneloop.argo.tasks import input_tag, pod_output
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
-from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
 from tuneloop.workflow.plan import PLAN, VLLM, RunPlan, ServerPlan, StagePlan
 from tuneloop.workflow.pod_hook import list_pod_hooks
+from tuneloop.workflow.pod_settings import PodSettings
 from tuneloop.workflow.settings import DELETE_DELAY, Cluster
 
 EXIT_GRAPH = "at-the-end"
@@ -55,12 +56,15 @@ def define_workflow(
     defaults = {to_kebab_case(key): value for key, value in (parameters or {}).items()}
     # Argo's own containers carry no security context by default; a restricted namespace refuses
     # them without.
-    executor = {"securityContext": pod_fields.RESTRICTED, "resources": pod_fields.EXECUTOR}
+    cluster = cluster or Cluster()
+    settings = cluster.pod or PodSettings()
+    executor: JsonObject = {"resources": pod_fields.EXECUTOR}
+    if settings.container_security:
+        executor = {"securityContext": settings.container_security} | executor
     patch = {
         "containers": [{"name": "wait"} | executor],
         "initContainers": [{"name": "init"} | executor],
     }
-    cluster = cluster or Cluster()
     annotations: dict[str, str] = {}
     templates: list[Any] = []
     exit_templates: list[str] = []
@@ -100,11 +104,11 @@ def define_workflow(
         synchronization=models.Synchronization(
             mutexes=[models.Mutex(name="{{workflow.parameters.run}}")]
         ),
-        service_account_name="tuneloop-stage",
+        service_account_name=settings.service_account or pod_fields.ACCOUNT,
         automount_service_account_token=False,
         executor=models.ExecutorConfig(service_account_name="tuneloop-executor"),
         pod_spec_patch=encode_value(patch),
-        security_context=models.PodSecurityContext.model_validate(pod_fields.NOBODY),
+        security_context=models.PodSecurityContext.model_validate(settings.pod_security),
         pod_gc=models.PodGC(strategy="OnPodSuccess", delete_delay_duration=DELETE_DELAY),
         ttl_strategy=models.TTLStrategy(seconds_after_success=86400, seconds_after_failure=604800),
     )
@@ -188,7 +192,7 @@ def prepare_sampling(
     engine = pod_fields.read_engine(component, stage.parameters)
     calls_server = "endpoint" in stage.wired
     if calls_server and engine and engine.serves:
-        pod_fields.mount_token(container)
+        pod_fields.mount_token(container, cluster, stage.resource_role)
     if engine and not engine.in_process:
         pod_fields.label_client(container)
     elif component.accelerator:
@@ -237,7 +241,7 @@ def server_template(server: ServerPlan, cluster: Cluster) -> Container:
             "rollout", server.resource_role, cluster, RETRY_SERVER, [address], server.resources
         ),
     )
-    pod_fields.mount_token(container)
+    pod_fields.mount_token(container, cluster, server.resource_role)
     if server.asleep:
         resize_while_asleep(container, server.asleep)
     return container

@@ -14,12 +14,14 @@ from tuneloop.argo.jobset import (
     RENDEZVOUS,
     apply_jobset,
     build_jobset,
+    build_pod_metadata,
     dump_manifest,
     pod_spec,
     ranks_env,
 )
 from tuneloop.argo.pod_fields import retried_pod_fields
 from tuneloop.argo.template import define_workflow
+from tuneloop.argo.trainjob_pods import build_override
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags
@@ -59,20 +61,18 @@ def as_trainjob(
         run: the run that the pods are labelled with.
 
     Raises:
-        UserError: an option of the backend is refused, or an extension changes the pods.
+        UserError: an option of the backend is refused, an extension changes the pods, or a setting
+            of the pods is one that a TrainJob has no field for.
     """
     backend.validate()
     check_use(cluster, "trainjob")
     container = pod_spec(backend.image, "trainer", [], [], cluster)["containers"][0]
     labels = _build_labels(run)
-    # The runtime's pods are Trainer's: what is ours is laid over them.
-    override: JsonObject = {"targetJobs": [{"name": "node"}], "metadata": {"labels": labels}}
-    if cluster.trainer.place:
-        override["spec"] = cluster.trainer.place
     spec: JsonObject = {
         "runtimeRef": {"name": runtime or backend.get_runtime_name()},
         "labels": labels,
-        "podTemplateOverrides": [override],
+        # The runtime's pods are Trainer's: what is ours is laid over them.
+        "podTemplateOverrides": [build_override(cluster, labels)],
     }
     addresses = {"dataset": dataset, "model": model}
     initializer = {part: {"storageUri": url} for part, url in addresses.items() if url}
@@ -120,7 +120,9 @@ def as_workflow(
         run="{{workflow.parameters.run}}",
         workspace=workspace,
     )
-    with define_workflow(name) as workflow:
+    # A JobSet's pods have claims of their own: no step reserves one.
+    unshared = cluster.model_copy(update={"share": None})
+    with define_workflow(name, cluster=unshared) as workflow:
         node = apply_jobset("node", job, cluster)
         initializers: list[Any] = []
         if dataset:
@@ -168,7 +170,14 @@ def as_jobset(
         mount = {"name": "workspace", "mountPath": WORKSPACE}
         pod["volumes"].append(volume)
         pod["containers"][0]["volumeMounts"].append(mount)
-    return build_jobset(name, pod, backend.nodes, labels=_build_labels(run), queue=queue)
+    return build_jobset(
+        name,
+        pod,
+        backend.nodes,
+        labels=_build_labels(run),
+        queue=queue,
+        settings=cluster.pod_settings("trainer"),
+    )
 
 
 def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> JsonObject:
@@ -183,6 +192,7 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
         key = variable["name"]
         variables.append({"name": key, "value": constants[key]} if key in constants else variable)
     labels = _build_labels(run)
+    settings = cluster.pod_settings("trainer")
     pod = _build_pod(backend, cluster, variables)
     return {
         "apiVersion": "batch/v1",
@@ -192,7 +202,7 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
             # The next `tuneloop.cluster.launch` replaces a Job that failed.
             "backoffLimit": 0,
             "ttlSecondsAfterFinished": 3600,
-            "template": {"metadata": {"labels": labels}, "spec": pod},
+            "template": {"metadata": build_pod_metadata(labels, settings), "spec": pod},
         },
     }
 
@@ -323,7 +333,8 @@ def _build_ray_pod(name: str, role: ResourceRole, cluster: Cluster, run: str) ->
     container["name"] = name
     del container["command"]
     del container["args"]
-    return {"metadata": {"labels": _build_labels(run)}, "spec": spec}
+    metadata = build_pod_metadata(_build_labels(run), cluster.pod_settings(role))
+    return {"metadata": metadata, "spec": spec}
 
 
 def prepare_rayjob(

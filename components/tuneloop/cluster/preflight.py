@@ -5,6 +5,7 @@ An object that the account may not read (403) counts as present, since the workf
 another account.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -178,6 +179,12 @@ def list_references(value: Any) -> Iterator[tuple[str, str]]:
             yield "claim", item["claimName"]
         elif key == "serviceAccountName" and "{{" not in item:
             yield "service account", item
+        elif key == "imagePullSecrets":
+            for reference in item:
+                yield "secret", reference["name"]
+        elif key == "podSpecPatch":
+            # What the settings say of a pod is text in the template.
+            yield from list_references(json.loads(item))
         else:
             yield from list_references(item)
 

@@ -24,7 +24,9 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.manifest import list_calls, parse_applied_object
+from tuneloop.workflow.pod_settings import MAIN
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE, QUEUE_LABEL, SAMPLER_QUEUE
+from tuneloop.workflow.strategic_merge import apply_patch
 
 KUEUE = ("kueue.x-k8s.io", "v1beta2")
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
@@ -303,7 +305,12 @@ def compute_pod_requests(template: JsonMapping, added: Iterable[JsonMapping] = (
                 requests = compute_pod_requests({"container": container})
                 _add(total, requests, spec["parallelism"])
         return total
-    containers = [template.get("container") or template.get("script") or {}]
+    patch = json.loads(template.get("podSpecPatch") or "{}")
+    container = template.get("container") or template.get("script") or {}
+    for item in patch.get("containers", ()):
+        if item["name"] == MAIN:
+            container = apply_patch(container, item, "Container")
+    containers = [container]
     # Init containers of a template are sidecars, too: they run as long as the pod.
     for items in (template.get("sidecars", ()), template.get("initContainers", ()), added):
         containers.extend(items)

@@ -7,13 +7,18 @@ from tuneloop.argo.pod_fields import TOKENS
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.manifest import labels_of
-from tuneloop.workflow.settings import GROUP_LABEL
+from tuneloop.workflow.pod_hook import collect_pod_changes
+from tuneloop.workflow.pod_settings import MAIN, fit_patch
+from tuneloop.workflow.settings import GROUP_LABEL, Cluster, ResourceRole
+from tuneloop.workflow.strategic_merge import apply_patch
 
+GRACE = "terminationGracePeriodSeconds"
+ROLE: ResourceRole = "sampler"
 FIELDS = (
     "serviceAccountName",
     "automountServiceAccountToken",
     "securityContext",
-    "terminationGracePeriodSeconds",
+    GRACE,
     "nodeSelector",
     "tolerations",
 )
@@ -35,16 +40,21 @@ def render_servers(workflow: JsonMapping, name: str, config: Any) -> list[JsonOb
             lease.
     """
     template = _find_server(workflow, name)
+    cluster: Cluster = config.cluster
     own_labels = {"app.kubernetes.io/name": name}
     metadata: JsonObject = {
         "name": name,
         "labels": own_labels | {"app.kubernetes.io/part-of": "tuneloop"},
     }
+    pod_metadata: JsonObject = {"labels": template["metadata"]["labels"] | own_labels}
+    annotations = cluster.pod_settings(ROLE).build_annotations()
+    if annotations:
+        pod_metadata["annotations"] = annotations
     deployment: JsonObject = {
         "selector": {"matchLabels": own_labels},
         "template": {
-            "metadata": {"labels": template["metadata"]["labels"] | own_labels},
-            "spec": _build_pod(workflow, template),
+            "metadata": pod_metadata,
+            "spec": _build_pod(workflow, template, cluster),
         },
     }
     # One is the default of Kubernetes: it is left out, so that applying it keeps an autoscaler's
@@ -92,15 +102,20 @@ def _read_constant_flags(template: JsonMapping) -> dict[str, str]:
     return {flag: value for flag, value in zip(words[::2], words[1::2]) if "{{" not in value}
 
 
-def _build_pod(workflow: JsonMapping, template: JsonMapping) -> JsonObject:
-    """Build the spec of a server's pod from its template."""
+def _build_pod(workflow: JsonMapping, template: JsonMapping, cluster: Cluster) -> JsonObject:
+    """Build the spec of a server's pod from its template, the changes of extensions, and the patch
+    of the settings.
+    """
     fields = dict(workflow["spec"])
     fields.update(template)
-    fields.update(json.loads(template.get("podSpecPatch", "{}")))
+    # The rest of a server's patch is for Argo's attempts, or is merged below.
+    patch: JsonObject = json.loads(template.get("podSpecPatch", "{}"))
+    if GRACE in patch:
+        fields[GRACE] = patch[GRACE]
     pod = {key: fields[key] for key in FIELDS if key in fields}
     pod["volumes"] = _drop_run_fields(template["volumes"])
     container = dict(template["container"])
-    container["name"] = "serve"
+    container["name"] = MAIN
     container["args"] = [word for flag in _read_constant_flags(template).items() for word in flag]
     # Argo's probe waits for the start of the server; a Deployment's pod is ready or not at any
     # time.
@@ -110,6 +125,11 @@ def _build_pod(workflow: JsonMapping, template: JsonMapping) -> JsonObject:
     pod["containers"] = [container]
     # With these a Service called vllm sets VLLM_PORT, which vLLM reads as its own.
     pod["enableServiceLinks"] = False
+    pod = apply_patch(pod, collect_pod_changes(cluster, ROLE, "rollout").spec)
+    pod = apply_patch(pod, fit_patch(cluster.build_spec_patch(ROLE)))
+    for patched in pod["containers"]:
+        if patched["name"] == MAIN:
+            patched["name"] = "serve"
     return pod
 
 

@@ -1,15 +1,22 @@
-"""The pod of a task of Kubeflow Pipelines: its resources, queue, store and rights."""
+"""The pod of a task of Kubeflow Pipelines: its resources, queue, store and rights, and what
+`cluster.pod` says of it, as far as the platform spec has fields for it.
+"""
+
+from typing import Any
 
 from kfp import dsl, kubernetes
 
-from tuneloop.argo.pod_fields import PLAIN, SECRET, SHM, STORE
+from tuneloop.argo.pod_fields import PLAIN, SECRET, SHM
 from tuneloop.config.pipeline import Kfp
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.workflow.pod_hook import check_use
+from tuneloop.workflow.pod_settings import MAIN, STORE, USER, fit_patch
 from tuneloop.workflow.settings import AUTO, SANDBOX, Cluster, ResourceRole
 
-GPU = "nvidia.com/gpu"
-USER = 1000
-"""The user and group that the images are made for."""
+REMEDY = "Kubeflow Pipelines have no field for it: leave it out"
+MISSING = ("service_account", "priority_class", "env_from")
+"""The shortcuts that the platform spec has no field for."""
+RUN_ACCOUNT = "a run of Kubeflow Pipelines has one for all tasks: give it when it is started"
 NO_DEADLINE = "8760h"
 
 
@@ -19,7 +26,8 @@ def configure_task_pod(
     """Set the resources, queue, store and rights of a task's pod.
 
     Raises:
-        UserError: an extension changes the pod, or it should have more memory after the first attempt.
+        UserError: an extension changes the pod, or it should have more memory after the first
+            attempt, or something that the platform spec has no field for.
     """
     check_use(cluster, "kfp")
     cluster.check_one_memory_limit(role, "Kubeflow Pipelines")
@@ -33,9 +41,7 @@ def configure_task_pod(
     )
     task.set_env_variable("TUNELOOP_IMAGE", image)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
-    kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
-    if kfp.image_pull_secrets:
-        kubernetes.set_image_pull_secrets(task, kfp.image_pull_secrets)
+    _configure_custom_pod(task, cluster, role, kfp.image_pull_secrets)
     if kfp.timeout_s:
         kubernetes.set_timeout(task, kfp.timeout_s)
     _give_secrets(task, cluster)
@@ -65,7 +71,8 @@ def _request_resources(task: dsl.PipelineTask, cluster: Cluster, role: ResourceR
     task.set_memory_limit(resources.memory_request)
     gpus = cluster.count_gpus(role)
     if gpus:
-        task.set_accelerator_type(GPU).set_accelerator_limit(gpus)
+        resource = cluster.pod_settings(role).gpu
+        task.set_accelerator_type(resource).set_accelerator_limit(gpus)
     for label, value in cluster.build_queue_labels(role).items():
         kubernetes.add_pod_label(task, label, value)
     if resources.shm:
@@ -76,3 +83,113 @@ def _request_resources(task: dsl.PipelineTask, cluster: Cluster, role: ResourceR
         kubernetes.add_node_selector(task, label, value)
     for toleration in resources.tolerations:
         kubernetes.add_toleration(task, **toleration.model_dump(exclude_defaults=True))
+
+
+def _configure_custom_pod(
+    task: dsl.PipelineTask,
+    cluster: Cluster,
+    role: ResourceRole,
+    pull_secrets: list[str],
+) -> None:
+    """Give a task's pod what the settings say of the pods of its role.
+
+    Args:
+        task: of the pipeline.
+        cluster: the settings.
+        role: what the pod computes.
+        pull_secrets: Secrets of the images' registry besides those of the settings.
+
+    Raises:
+        UserError: a setting is one that the platform spec has no field for.
+    """
+    settings = cluster.pod_settings(role)
+    # A setting that is silently left out would only show on the cluster.
+    for name in MISSING:
+        value = getattr(settings, name)
+        if value:
+            remedy = RUN_ACCOUNT if name == "service_account" else REMEDY
+            raise cluster.refuse_pod_setting(role, name, value, remedy)
+    if role != "cpu" and settings.network.rdma:
+        raise cluster.refuse_pod_setting(role, "network", settings.network.rdma, REMEDY)
+    # The compiler itself drops all capabilities and privileges.
+    if settings.security == "openshift":
+        kubernetes.set_security_context(task, run_as_non_root=True)
+    elif settings.security != "none":
+        kubernetes.set_security_context(
+            task, run_as_user=USER, run_as_group=USER, run_as_non_root=True
+        )
+    for label, value in settings.build_labels().items():
+        kubernetes.add_pod_label(task, label, value)
+    for annotation, value in settings.build_annotations().items():
+        kubernetes.add_pod_annotation(task, annotation, value)
+    for path, source in settings.volumes.items():
+        _mount_volume(task, cluster, role, path, source)
+    # Volumes are mounted by functions of their own.
+    patch = settings.model_copy(update={"volumes": {}}).build_spec_patch(
+        is_accelerated=role != "cpu"
+    )
+    secrets = list(pull_secrets)
+    for name, value in fit_patch(patch).items():
+        if name == "containers":
+            _configure_container(task, cluster, role, value)
+        elif name == "imagePullSecrets":
+            secrets += [item["name"] for item in value]
+        elif name == "nodeSelector":
+            for label, label_value in value.items():
+                kubernetes.add_node_selector(task, label, label_value)
+        elif name == "tolerations":
+            for toleration in value:
+                _add_toleration(task, toleration)
+        else:
+            raise cluster.refuse_pod_setting(role, f"spec.{name}", value, REMEDY)
+    if secrets:
+        kubernetes.set_image_pull_secrets(task, list(dict.fromkeys(secrets)))
+
+
+def _configure_container(
+    task: dsl.PipelineTask, cluster: Cluster, role: ResourceRole, containers: list[Any]
+) -> None:
+    """Set the variables of a task's container, which is all that a task can say of it."""
+    for container in containers:
+        for name, value in container.items():
+            path = f"spec.containers[{MAIN}].{name}"
+            if name == "name":
+                continue
+            if name != "env":
+                raise cluster.refuse_pod_setting(role, path, value, REMEDY)
+            for variable in value:
+                if "value" not in variable:
+                    path = f"{path}[{variable['name']}]"
+                    remedy = "Kubeflow Pipelines take a plain value here: give it one"
+                    raise cluster.refuse_pod_setting(role, path, variable, remedy)
+                task.set_env_variable(variable["name"], variable["value"])
+
+
+def _mount_volume(
+    task: dsl.PipelineTask, cluster: Cluster, role: ResourceRole, path: str, source: str
+) -> None:
+    """Mount a volume of the settings into a task's pod."""
+    kind, _, name = source.partition("/")
+    if kind == "pvc":
+        kubernetes.mount_pvc(task, name, path)
+    elif kind == "secret":
+        kubernetes.use_secret_as_volume(task, name, path)
+    elif kind == "configmap":
+        kubernetes.use_config_map_as_volume(task, name, path)
+    elif kind == "emptydir":
+        volume = path.strip("/").replace("/", "-")
+        kubernetes.empty_dir_mount(task, volume, path, size_limit=name or None)
+    else:
+        raise cluster.refuse_pod_setting(role, "volumes", source, REMEDY)
+
+
+def _add_toleration(task: dsl.PipelineTask, toleration: JsonMapping) -> None:
+    """Add a toleration in Kubernetes' own form."""
+    kubernetes.add_toleration(
+        task,
+        key=toleration.get("key"),
+        operator=toleration.get("operator"),
+        value=toleration.get("value"),
+        effect=toleration.get("effect"),
+        toleration_seconds=toleration.get("tolerationSeconds"),
+    )

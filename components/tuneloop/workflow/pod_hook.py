@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.hooks import list_extensions
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.settings import Cluster, ResourceRole
+from tuneloop.workflow.strategic_merge import merge_patches
 
 PodUse = Literal["automatic iterations", "iterations", "several servers", "job", "trainjob", "kfp"]
 """How pods are used that not every change goes with: a pod runs whole iterations, by default or as
@@ -32,7 +33,8 @@ class PodChange:
 
     Attributes:
         labels: added to the pod's.
-        spec: merged into the pod's spec; the container of a stage or server is called ``main``.
+        spec: a strategic-merge patch of the pod's spec (`tuneloop.workflow.strategic_merge`); the
+            container of a stage or server is called ``main``.
         is_queued: whether Kueue admits the pod as it would without the change.
     """
 
@@ -210,40 +212,7 @@ def collect_pod_changes(cluster: Cluster, role: ResourceRole, image: str) -> Pod
         change = hook.change_pod(cluster, role, image)
         if change:
             labels |= change.labels
-            spec = merge_pod_specs(spec, change.spec)
+            spec = merge_patches(spec, change.spec)
             # One extension that keeps a pod from Kueue is enough: the others cannot bring it back.
             is_queued = is_queued and change.is_queued
     return PodChange(labels, spec, is_queued)
-
-
-def merge_pod_specs(spec: JsonMapping, change: JsonMapping) -> JsonObject:
-    """Merge a change into a pod's spec or a part of one, as Kubernetes' strategic merge does:
-    mappings key by key, lists of objects with names by these names. Anything else is replaced.
-    """
-    merged = dict(spec)
-    for key, value in change.items():
-        current = merged.get(key)
-        if isinstance(current, Mapping) and isinstance(value, Mapping):
-            merged[key] = merge_pod_specs(current, value)
-        # Items without names, such as arguments or tolerations, cannot be told apart.
-        elif _has_names(current) and _has_names(value):
-            merged[key] = _merge_items(current, value)
-        else:
-            merged[key] = value
-    return merged
-
-
-def _has_names(items: Any) -> TypeGuard[list[JsonMapping]]:
-    """Return whether a part of a spec is a list of objects with names, such as its containers."""
-    return isinstance(items, list) and all(
-        isinstance(item, Mapping) and "name" in item for item in items
-    )
-
-
-def _merge_items(items: Sequence[JsonMapping], changes: Sequence[JsonMapping]) -> list[JsonObject]:
-    """Merge lists of objects with names; those that are new come last."""
-    items_by_name = {item["name"]: dict(item) for item in items}
-    for change in changes:
-        name = change["name"]
-        items_by_name[name] = merge_pod_specs(items_by_name.get(name, {}), change)
-    return list(items_by_name.values())

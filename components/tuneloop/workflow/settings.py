@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, model_validator
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
+from tuneloop.workflow.pod_settings import PodSettings
 
 RUN_LABEL = "tuneloop.dev/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -103,6 +105,9 @@ class Resources(BaseModel, frozen=True, extra="forbid"):
     tolerations: list[Toleration] = Field(
         [], description="of taints of the nodes: key, operator, value, effect"
     )
+    pod: PodSettings | None = Field(
+        None, description="what these pods have besides that of cluster.pod"
+    )
 
     @model_validator(mode="after")
     def _check_memory(self) -> Resources:
@@ -142,7 +147,9 @@ class AcceleratorResources(Resources):
     """The resources that a pod requests whose role computes on accelerators."""
 
     gpus: int = Field(
-        0, ge=0, description="nvidia.com/gpu of a pod; 0: it runs on CPU, and says so"
+        0,
+        ge=0,
+        description="nvidia.com/gpu of a pod, or pod.gpu_resource; 0: it runs on CPU, and says so",
     )
     queue: str | None = Field(
         None, description="Kueue LocalQueue of its pods and jobs; none: that of cluster.queue"
@@ -189,6 +196,9 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         pattern=rf"^({SANDBOX_PLACE})$",
         description="where the policy's programs run: process, or URL[#gvisor]",
     )
+    pod: PodSettings | None = Field(
+        None, description="what all pods have besides tuneloop's own (docs/cluster.md)"
+    )
 
     @property
     def sandbox_environment(self) -> dict[str, str]:
@@ -210,6 +220,35 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     def resources(self, role: ResourceRole) -> Resources:
         """Return what a pod of a role requests."""
         return getattr(self, role)
+
+    def pod_settings(self, role: ResourceRole) -> PodSettings:
+        """Return what the pods of a role have besides tuneloop's own."""
+        return (self.pod or PodSettings()).merge(self.resources(role).pod)
+
+    def build_spec_patch(self, role: ResourceRole) -> JsonObject:
+        """Build the patch of the spec of a role's pods; empty where nothing is said of them."""
+        return self.pod_settings(role).build_spec_patch(is_accelerated=role != "cpu")
+
+    def refuse_pod_setting(
+        self, role: ResourceRole, path: str, value: object, remedy: str
+    ) -> UserError:
+        """Return the refusal of a setting of a role's pods, under the section that has it.
+
+        Args:
+            role: of the pods.
+            path: of the setting within ``pod``.
+            value: it has.
+            remedy: why it is refused, and what to do.
+        """
+        name, _, rest = path.partition(".")
+        role_settings = self.resources(role).pod
+        is_roles = role_settings and getattr(role_settings, name)
+        # A patch may be in both sections: the field itself tells in which.
+        if is_roles and name in ("spec", "metadata"):
+            field = rest.partition(".")[0].partition("[")[0]
+            is_roles = field in getattr(role_settings, name)
+        section = f"cluster.{role}.pod" if is_roles else "cluster.pod"
+        return UserError(f"{section}.{path}", value, remedy)
 
     def check_one_memory_limit(self, role: ResourceRole, runner: str) -> None:
         """Raise UserError if a retry is to have more memory, and `runner` gives all attempts the

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hera.workflows import DAG, Container
 
+from tuneloop.argo.jobset import pod_spec
 from tuneloop.argo.template import add_exit_handler, define_workflow
 from tuneloop.cli import COMMANDS, run_cli
 from tuneloop.cluster.preflight import CHECKS
@@ -19,7 +20,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.hooks import list_extensions, list_shipped_extensions
 from tuneloop.kube.connection import Connection
 from tuneloop.local.executor import execute_workflow
-from tuneloop.workflow.pod_hook import list_pod_hooks, merge_pod_specs
+from tuneloop.workflow.pod_hook import list_pod_hooks
 
 WITHOUT = "import sys; sys.modules['tuneloop.extensions'] = None\n"
 """A program that begins so finds no extension that ships with tuneloop."""
@@ -206,6 +207,17 @@ def test_a_section_of_somebody_else_changes_every_pod() -> None:
 
 
 @pytest.mark.usefixtures("theirs")
+def test_what_the_user_says_of_pods_wins_over_a_change_of_somebody_else() -> None:
+    sets = ["cluster.team.name=blue", "cluster.pod.priority_class=urgent"]
+    for pod in list_pods(render_sft(*sets)):
+        patch = json.loads(pod["podSpecPatch"])
+        assert (patch["priorityClassName"], patch["terminationGracePeriodSeconds"]) == ("urgent", 7)
+    cluster = find_pipeline("sft").configure(sets=sets).cluster
+    spec = pod_spec("trainer", "trainer", [], [], cluster)
+    assert (spec["priorityClassName"], spec["terminationGracePeriodSeconds"]) == ("urgent", 7)
+
+
+@pytest.mark.usefixtures("theirs")
 def test_a_section_of_somebody_else_is_described_and_checked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -284,19 +296,6 @@ def test_a_section_that_is_there_already_is_refused(
     with pytest.raises(UserError, match=r"cluster\.cpu: .*an extension adds a section of this key"):
         render_sft()
     forget_extensions()
-
-
-def test_changes_of_pods_merge_as_kubernetes_merges_them() -> None:
-    spec = {"containers": [{"name": "main", "args": ["a"]}], "nodeName": "a", "volumes": []}
-    change = {
-        "containers": [{"name": "main", "args": ["b"], "stdin": True}, {"name": "side"}],
-        "nodeName": "b",
-    }
-    assert merge_pod_specs(spec, change) == {
-        "containers": [{"name": "main", "args": ["b"], "stdin": True}, {"name": "side"}],
-        "nodeName": "b",
-        "volumes": [],
-    }
 
 
 def test_what_several_extensions_do_at_the_end_is_one_handler() -> None:

@@ -9,12 +9,13 @@ container until when the lease is valid.
 
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.pod_fields import RESTRICTED, TOKEN_SOURCES
+from tuneloop.argo.pod_fields import TOKEN_SOURCES
 from tuneloop.core import fencing
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags
 from tuneloop.extensions.sharing.claims import claim_tag
 from tuneloop.extensions.sharing.settings import Share, find_share
+from tuneloop.workflow.pod_settings import RESTRICTED_CONTAINER
 from tuneloop.workflow.settings import Cluster
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def build_lease_sidecar(share: Share, role: str, image: str) -> JsonObject:
             "requests": {"cpu": "10m", "memory": "128Mi"},
             "limits": {"memory": "256Mi"},
         },
-        "securityContext": RESTRICTED,
+        "securityContext": RESTRICTED_CONTAINER,
         "volumeMounts": [
             {"name": NAME, "mountPath": DIRECTORY},
             {"name": TOKEN, "mountPath": ACCOUNT_FILES, "readOnly": True},
