@@ -133,9 +133,15 @@ def _build_patch(settings: PodSettings) -> JsonObject:
         settings: of the pod.
     """
     security = dict(RESTRICTED_CONTAINER)
-    # Argo gives this container, and no other, a user. A namespace with a range of users refuses it.
+    init: JsonObject = {
+        "name": "init",
+        "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}],
+    }
+    # Argo gives both containers of such a pod a user, which a namespace with a range of users
+    # refuses.
     if "runAsUser" not in settings.pod_security:
         security["runAsUser"] = None
+        init["securityContext"] = {"runAsUser": None}
     return {
         "containers": [
             {"name": "wait", "$patch": "delete"},
@@ -145,9 +151,7 @@ def _build_patch(settings: PodSettings) -> JsonObject:
                 "resources": {"requests": EXECUTOR["requests"], "limits": {"memory": "256Mi"}},
             },
         ],
-        "initContainers": [
-            {"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}
-        ],
+        "initContainers": [init],
     }
 
 
