@@ -9,9 +9,12 @@ PIPELINE = Annotated[
     str, typer.Argument(help="A pipeline's name (in ./pipelines or shipped), or its file's path.")
 ]
 CONFIG = Annotated[
-    Path | None,
+    list[Path] | None,
     typer.Option(
-        "--config", "-c", help="YAML file with the configuration; other keys keep their defaults."
+        "--config",
+        "-c",
+        help="YAML file with the configuration; other keys keep their defaults. Repeatable: later "
+        "files win, key by key.",
     ),
 ]
 # Texts, as the value is YAML: its type is known only when the pipeline is.

@@ -91,14 +91,16 @@ def diagnose_kfp(
     return _print_checks("kfp", cluster, checks, as_json)
 
 
-def _check_settings(pipeline: str | None, config: Path | None, sets: list[str] | None) -> None:
+def _check_settings(
+    pipeline: str | None, config: list[Path] | None, sets: list[str] | None
+) -> None:
     """Raise UserError for settings without a pipeline that has them."""
     if pipeline:
         return
     if sets:
         raise UserError("--set", sets, "needs a pipeline: name one")
     if config:
-        raise UserError("--config", str(config), "needs a pipeline: name one")
+        raise UserError("--config", str(config[0]), "needs a pipeline: name one")
 
 
 def _print_checks(target: str, cluster: Connection, checks: "list[Check]", as_json: bool) -> int:

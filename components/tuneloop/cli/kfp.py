@@ -195,7 +195,7 @@ def stop_run(run: RUN, endpoint: ENDPOINT = None) -> None:
 
 
 def build_kfp_pipeline(
-    pipeline: str, config: Path | None, sets: list[str] | None
+    pipeline: str, config: list[Path] | None, sets: list[str] | None
 ) -> tuple[Any, Any]:
     """Build a pipeline by name, and return it in the form that kfp compiles, and its settings.
 

@@ -51,7 +51,7 @@ class Submission:
         run: str,
         store: str,
         *,
-        config: Path | None,
+        config: Sequence[Path] | None,
         sets: Sequence[str],
         priority: str | None,
         namespace: str,
@@ -65,7 +65,7 @@ class Submission:
             pipeline: of the run.
             run: the name.
             store: where its pods commit artifacts.
-            config: the file with its settings.
+            config: the files with its settings.
             sets: assignments of settings.
             priority: the priority class of its queued stages.
             namespace: where the workflow will be created.

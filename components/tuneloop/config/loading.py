@@ -8,7 +8,7 @@ A pipeline is a Python file with a docstring, a frozen pydantic model ``Config``
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from tuneloop.config.extended import extend_config
 from tuneloop.config.followed import Followed, merge_followed
 from tuneloop.config.machine import Machine
+from tuneloop.config.merging import merge_settings
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.config.refusals import explain_refusal
 from tuneloop.config.rules import follow_model, list_doubts, list_unknowns
@@ -27,6 +28,9 @@ from tuneloop.config.sections import KIND, expand_texts
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.workflow.pod_hook import list_pod_hooks
+
+Files = Path | Sequence[Path] | None
+"""One file of settings, several of which later ones win, or none."""
 
 
 @dataclass(frozen=True)
@@ -57,41 +61,46 @@ class Pipeline:
         """The class of its configuration, with the sections that extensions add."""
         return extend_config(self.module.Config)
 
-    def configure(self, file: Path | None = None, sets: Iterable[str] = ()) -> BaseModel:
-        """Make the configuration: defaults, then `file`, then `sets`.
+    def configure(self, files: Files = None, sets: Iterable[str] = ()) -> BaseModel:
+        """Make the configuration: defaults, then `files`, then `sets`.
 
         What all of these leave out follows the base model, and the pods that the settings describe.
 
         Args:
-            file: a YAML file with the keys of the configuration.
+            files: YAML files with keys of the configuration; later ones win
+                (`tuneloop.config.merging`).
             sets: ``a.b=value`` each, whose value is parsed as YAML.
 
         Raises:
             UserError: an unreadable file, a value that is no YAML, an unknown key, a wrong type or
                 an impossible value.
         """
-        return self.configure_for(None, file, sets).settings
+        return self.configure_for(None, files, sets).settings
 
     def configure_for(
-        self, machine: Machine | None, file: Path | None = None, sets: Iterable[str] = ()
+        self, machine: Machine | None, files: Files = None, sets: Iterable[str] = ()
     ) -> Configured:
         """Make the configuration as `configure` does, with what follows the base model and
         `machine`; None for the pods that the settings describe."""
-        values = self.read_values(file, sets)
+        values = self.read_values(files, sets)
         followed = follow_model(self.Config, values, machine)
         settings = self.validate(merge_followed(values, followed))
         notes = list_unknowns(self.Config, values)
         notes += list_doubts(self.Config, values)
         return Configured(settings, tuple(followed.values()), tuple(notes))
 
-    def read_values(self, file: Path | None = None, sets: Iterable[str] = ()) -> JsonObject:
-        """Read what the user sets: `file`, then `sets`.
+    def read_values(self, files: Files = None, sets: Iterable[str] = ()) -> JsonObject:
+        """Read what the user sets: `files`, then `sets`.
 
         Raises:
-            UserError: the file or a value cannot be read.
+            UserError: a file or a value cannot be read.
         """
-        values = _read_mapping(file) if file else {}
-        self._expand(values)
+        values: JsonObject = {}
+        for file in [files] if isinstance(files, Path) else files or ():
+            file_values = merge_settings({}, _read_mapping(file))
+            # A text that stands for a section would replace what an earlier file sets of it.
+            self._expand(file_values)
+            values = merge_settings(values, file_values)
         for item in sets:
             section, key, previous = _set(values, item)
             self._expand(values)

@@ -197,7 +197,7 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         description="where the policy's programs run: process, or URL[#gvisor]",
     )
     pod: PodSettings | None = Field(
-        None, description="what all pods have besides tuneloop's own (docs/cluster.md)"
+        None, description="what all pods have besides tuneloop's own (docs/pods.md)"
     )
 
     @property

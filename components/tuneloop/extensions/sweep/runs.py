@@ -88,7 +88,7 @@ class Sweep:
         over: Sequence[str],
         *,
         store: str,
-        config: Path | None = None,
+        config: Sequence[Path] | None = None,
         sets: Sequence[str] = (),
         judge_from: int | None = None,
     ) -> "Sweep":
@@ -99,7 +99,7 @@ class Sweep:
             name: of the sweep, with which the names of its runs begin.
             over: items ``KEY=V1,V2``.
             store: of all runs.
-            config: the file with the settings that the runs have in common.
+            config: the files with the settings that the runs have in common.
             sets: assignments that the runs have in common.
             judge_from: the first iteration after which a run may be stopped early; None: none is.
 
