@@ -70,10 +70,6 @@ class Kfp(BaseModel, frozen=True, extra="forbid"):
     timeout_s: int = Field(
         0, ge=0, description="seconds that a stage may take once its pod runs; 0: no limit"
     )
-    volumes: dict[str, str] = Field(
-        {}, description="PersistentVolumeClaim → path, mounted in every stage"
-    )
-    image_pull_secrets: list[str] = Field([], description="Secrets of the images' registry")
     jobs: str = Field("tuneloop", description="namespace of the JobSets of stages that span nodes")
 
 

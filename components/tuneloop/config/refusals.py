@@ -36,6 +36,8 @@ MOVED = {
     "engine.fleet": f"is now engine.weights.fleet: {REFIT}",
     "engine.url": f"is set for servers of yours: {SERVERS_URL}",
     "engine.endpoint": f"is a kind of engine: {SERVERS_URL}",
+    "kfp.volumes": "is now cluster.pod.volumes: --set 'cluster.pod.volumes={PATH: pvc/CLAIM}'",
+    "kfp.image_pull_secrets": "is now cluster.pod.image_pull_secrets",
     "data.preference": "is for the pipeline dpo, which trains on pairs",
     "data.preference_eval": "is for the pipeline dpo, which trains on pairs",
     "reference.max_length": "is now preference.max_length, for the reference, too",

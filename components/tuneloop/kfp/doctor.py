@@ -86,7 +86,8 @@ def check_kfp(
     queues = ", ".join(list_queues(workflow))
     admitted = queues and f"LocalQueue {queues} admits what accelerator tasks ask for"
     # A run on volumes does without the settings of an object store.
-    is_on_volume = bool(settings and settings.kfp.volumes)
+    volumes = settings.cluster.pod_settings("cpu").volumes if settings else {}
+    is_on_volume = any(source.startswith("pvc/") for source in volumes.values())
     store_checks = common.check_store_settings(cluster, "kfp", WARNING if is_on_volume else REFUSED)
     image_checks = common.check_images(cluster, list_images(workflow))
     checks = list(collect_checks("KFP's API server", check_api_server(cluster)))

@@ -41,12 +41,10 @@ def configure_task_pod(
     )
     task.set_env_variable("TUNELOOP_IMAGE", image)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
-    _configure_custom_pod(task, cluster, role, kfp.image_pull_secrets)
+    _configure_custom_pod(task, cluster, role)
     if kfp.timeout_s:
         kubernetes.set_timeout(task, kfp.timeout_s)
     _give_secrets(task, cluster)
-    for claim, path in kfp.volumes.items():
-        kubernetes.mount_pvc(task, claim, path)
     _request_resources(task, cluster, role)
 
 
@@ -85,19 +83,8 @@ def _request_resources(task: dsl.PipelineTask, cluster: Cluster, role: ResourceR
         kubernetes.add_toleration(task, **toleration.model_dump(exclude_defaults=True))
 
 
-def _configure_custom_pod(
-    task: dsl.PipelineTask,
-    cluster: Cluster,
-    role: ResourceRole,
-    pull_secrets: list[str],
-) -> None:
+def _configure_custom_pod(task: dsl.PipelineTask, cluster: Cluster, role: ResourceRole) -> None:
     """Give a task's pod what the settings say of the pods of its role.
-
-    Args:
-        task: of the pipeline.
-        cluster: the settings.
-        role: what the pod computes.
-        pull_secrets: Secrets of the images' registry besides those of the settings.
 
     Raises:
         UserError: a setting is one that the platform spec has no field for.
@@ -128,12 +115,12 @@ def _configure_custom_pod(
     patch = settings.model_copy(update={"volumes": {}}).build_spec_patch(
         is_accelerated=role != "cpu"
     )
-    secrets = list(pull_secrets)
     for name, value in fit_patch(patch).items():
         if name == "containers":
             _configure_container(task, cluster, role, value)
         elif name == "imagePullSecrets":
-            secrets += [item["name"] for item in value]
+            secrets = [item["name"] for item in value]
+            kubernetes.set_image_pull_secrets(task, list(dict.fromkeys(secrets)))
         elif name == "nodeSelector":
             for label, label_value in value.items():
                 kubernetes.add_node_selector(task, label, label_value)
@@ -142,8 +129,6 @@ def _configure_custom_pod(
                 _add_toleration(task, toleration)
         else:
             raise cluster.refuse_pod_setting(role, f"spec.{name}", value, REMEDY)
-    if secrets:
-        kubernetes.set_image_pull_secrets(task, list(dict.fromkeys(secrets)))
 
 
 def _configure_container(

@@ -223,7 +223,7 @@ def test_quota_images_and_a_store_on_a_volume(backend: Cluster) -> None:
         "cluster.trainer.gpus=2",
         "cluster.sampler.gpus=2",
         "cluster.images=mine/{image}:1",
-        "kfp.volumes={claim: /data}",
+        "cluster.pod.volumes={/data: pvc/claim}",
     )
     checks = look(backend, *sets, pipeline="sft")
     quota = [check.found for check in checks if check.outcome == REFUSED]

@@ -48,9 +48,7 @@ def test_every_task_has_what_the_platform_spec_has(tmp_path: Path) -> None:
             "containers": [{"name": "main", "env": [{"name": "A", "value": "1"}]}],
         },
     }
-    containers, executors = compile_tasks(
-        pod, tmp_path, "cluster.trainer.gpus=1", "kfp.image_pull_secrets=[own]"
-    )
+    containers, executors = compile_tasks(pod, tmp_path, "cluster.trainer.gpus=1")
     assert containers.keys() <= executors.keys()
     for name, container in containers.items():
         variables = {item["name"]: item["value"] for item in container["env"]}
@@ -64,7 +62,7 @@ def test_every_task_has_what_the_platform_spec_has(tmp_path: Path) -> None:
         assert executor["nodeSelector"]["labels"] == {"pool": "gpu"}
         assert [item["key"] for item in executor["tolerations"]] == ["gpu"]
         secrets = [item["secretName"] for item in executor["imagePullSecret"]]
-        assert secrets == ["own", "registry", "mirror"]
+        assert secrets == ["registry", "mirror"]
         assert [item["mountPath"] for item in executor["pvcMount"]] == ["/models"]
         assert [item["mountPath"] for item in executor["configMapAsVolume"]] == ["/ca"]
         assert [item["mountPath"] for item in executor["secretAsVolume"]] == ["/keys"]
@@ -100,3 +98,9 @@ def test_the_rest_is_refused_by_name(pod: JsonObject, path: str, tmp_path: Path)
     with pytest.raises(UserError, match="Kubeflow Pipelines") as refusal:
         compile_tasks(pod, tmp_path)
     assert refusal.value.field == f"cluster.pod.{path}"
+
+
+@pytest.mark.parametrize("key", ["volumes", "image_pull_secrets"])
+def test_what_cluster_pod_says_has_no_second_setting(key: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^kfp\.{key}: .* is now cluster\.pod\.{key}"):
+        compile_tasks({}, tmp_path, f"kfp.{key}={{claim: /data}}")

@@ -37,7 +37,7 @@ def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
         "cluster.queue=gpus",
         "cluster.priority=high",
     ]
-    kfp = ["kfp.timeout_s=60", "kfp.volumes={c: /data}", "kfp.retries=7"]
+    kfp = ["kfp.timeout_s=60", "cluster.pod.volumes={/data: pvc/c}", "kfp.retries=7"]
     spec, pods = compiled("sft_then_grpo", *keys, *more, *kfp, "processes=2")
     queue = {"kueue.x-k8s.io/queue-name": "gpus", "kueue.x-k8s.io/priority-class": "high"}
     labels = {name: pod.get("podMetadata", {}).get("labels") for name, pod in pods.items()}
