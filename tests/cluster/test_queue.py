@@ -10,8 +10,9 @@ from tests import waiting
 from tests.cluster.conftest import STORE, sleeper
 from tests.cluster.making import finish, submit_workflow
 from tuneloop.cluster import submit as argo
+from tuneloop.cluster.kueue import find_kueue
 from tuneloop.cluster.run_workflows import get_workflow_phase, list_workflows, prepare_workflow
-from tuneloop.cluster.watch import WORKLOADS, read_logs, read_status
+from tuneloop.cluster.watch import read_logs, read_status
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.local.journal import Node
 from tuneloop.workflow.settings import RUN_LABEL
@@ -112,10 +113,13 @@ def test_pods_that_the_controller_has_forgotten_go_with_their_workloads(
     submit_workflow(cluster, sleeper(1, tight), run=run, store=STORE)
     assert argo.wait_for_run(cluster, run) == 0
 
+    api = find_kueue(cluster)
+    assert api
+
     def remains() -> list[object]:
         owned = [
             w
-            for w in cluster.list(*WORKLOADS)
+            for w in cluster.list(*api, "workloads")
             if w["metadata"]["ownerReferences"][0]["name"].startswith(run)
         ]
         return [*cluster.list_pods(f"{RUN_LABEL}={run}"), *owned]

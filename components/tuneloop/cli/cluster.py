@@ -26,7 +26,7 @@ from tuneloop.cli.arguments import (
 )
 from tuneloop.cli.inspect import open_run, print_json
 from tuneloop.cli.tables import print_table
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Unavailable, UserError
 from tuneloop.kube.connection import Connection, connect_to_cluster, retry_until_available
 
 if TYPE_CHECKING:
@@ -137,10 +137,14 @@ def _follow_to_end(
     from tuneloop.cluster.run_workflows import find_workflows
     from tuneloop.cluster.submit import wait_for_run
 
-    last_lines = _print_logs(cluster, run, None, follow=True, since=workflow_name)
-    # The logs end with the pods; the phase of the workflow follows a moment later.
-    wait_for_run(cluster, run)
-    workflows = retry_until_available(lambda: find_workflows(cluster, run))
+    try:
+        last_lines = _print_logs(cluster, run, None, follow=True, since=workflow_name)
+        # The logs end with the pods; the phase of the workflow follows a moment later.
+        wait_for_run(cluster, run)
+        workflows = retry_until_available(lambda: find_workflows(cluster, run))
+    except Unavailable as error:
+        remedy = f"see `tuneloop cluster status {run}{options}`"
+        raise Unavailable(f"{error}; the run itself goes on without it: {remedy}") from error
     return print_verdict(run, workflows, time.monotonic() - start, last_lines, options)
 
 
@@ -286,9 +290,40 @@ def show_schedules(
         typer.echo(f"no schedules in namespace {namespace}")
 
 
+@app.command("list")
+def list_runs(
+    as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None
+) -> None:
+    """List the runs of a namespace that still have a workflow, the newest first."""
+    from tuneloop.cluster.run_list import list_runs as read_runs
+    from tuneloop.runs.summary import format_duration
+
+    runs = read_runs(connect_to_cluster(namespace, context))
+    if as_json:
+        print_json({"runs": [asdict(run) for run in runs]})
+        return
+    rows = [
+        (
+            run.run,
+            run.pipeline,
+            run.phase,
+            str(len(run.workflows)),
+            format_duration(time.time() - run.created),
+            run.store,
+            run.message,
+        )
+        for run in runs
+    ]
+    columns = ("run", "pipeline", "phase", "workflows", "age", "store", "message")
+    if rows:
+        print_table(columns, rows, right=("workflows", "age"), cut="message")
+    else:
+        typer.echo(f"no runs in namespace {namespace}")
+
+
 @app.command("status")
 def show_status(
-    run: RUN,
+    run: Annotated[str | None, typer.Argument(help="The run's name; none: list the runs.")] = None,
     as_json: JSON = False,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
@@ -301,6 +336,9 @@ def show_status(
     from tuneloop.cluster.watch import read_status
     from tuneloop.runs.stages import list_cluster_stages
 
+    if run is None:
+        list_runs(as_json, namespace, context)
+        return
     status = read_status(connect_to_cluster(namespace, context), run)
     stages = list_cluster_stages(status.nodes, status.waiting)
     if as_json:
@@ -317,6 +355,8 @@ def show_status(
         typer.echo(f"  claim        {claim}: {description}")
     for node, reason in status.waiting.items():
         typer.echo(f"  waiting      {node}: {reason}")
+    if status.denied_reads:
+        typer.echo(f"  not seen     no right to {', '.join(status.denied_reads)}")
     show_stages(stages, places=0)
 
 

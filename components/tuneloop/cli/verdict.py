@@ -38,7 +38,8 @@ def print_verdict(
     reason = f": {message}" if message else ""
     ending = "succeeded"
     if code:
-        ending = f"{get_workflow_phase(newest).lower()}{reason}, exit code {code}"
+        phase = "stopped" if submit.is_stopped(newest) else get_workflow_phase(newest).lower()
+        ending = f"{phase}{reason}, exit code {code}"
     lines = ["", f"{run}: {ending} ({seconds:.1f} s)"]
     results = format_facts(_collect_results(workflows))
     if results:
@@ -81,6 +82,8 @@ def _describe_failure(
     if code == EXIT_USER:
         remedy += "; with other settings, or under another name if a version was made"
     node = find_failed_pod(read_nodes(workflow).values())
+    if node is None and submit.is_stopped(workflow):
+        return f"interrupted: {run}: stopped before a stage ended; {remedy}"
     if node is None:
         return f"see `tuneloop cluster logs {run}{options}`"
     stage = get_stage_name(node)

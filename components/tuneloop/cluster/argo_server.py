@@ -14,7 +14,7 @@ from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.kube.connection import NAMESPACE
+from tuneloop.kube.connection import NAMESPACE, Unreachable, retry_until_available
 from tuneloop.workflow.settings import RUN_LABEL
 
 
@@ -80,7 +80,7 @@ class Server:
         """Wait for the newest workflow of a run; see `tuneloop.cluster.submit.wait_for_run`."""
         while True:
             # Looked up each time: a long run continues in another workflow.
-            newest = self.workflows(run)[-1]
+            newest = retry_until_available(lambda: self.workflows(run))[-1]
             if run_workflows.get_workflow_phase(newest) in run_workflows.DONE:
                 return argo.exit_code(newest)
             time.sleep(2.0)
@@ -100,7 +100,7 @@ class Server:
             message = " ".join(str(error).split())
             raise UserError("server", self.url, f"refused: {message}") from error
         except RequestException as error:
-            raise UserError(
+            raise Unreachable(
                 "server",
                 self.url,
                 f"does not answer ({type(error).__name__}); correct the address, or port-forward"

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tuneloop.cluster.watch import JOBSETS, RAYJOBS, follow_pod
+from tuneloop.cluster.waiting import JOBSETS, RAYJOBS
+from tuneloop.cluster.watch import follow_pod
 from tuneloop.core.errors import Interrupted, Retryable, UserError, report_errors
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.json_types import JsonMapping, JsonObject

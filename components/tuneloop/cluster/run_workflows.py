@@ -176,13 +176,15 @@ def find_workflows(cluster: Connection, run: str) -> list[JsonObject]:
 
 def list_workflows(cluster: Connection, run: str) -> list[JsonObject]:
     """List the workflows of a run, oldest first; none where the run does not exist."""
+    workflows = cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
+    return sorted(workflows, key=lambda workflow: get_workflow_age(workflow, run))
 
-    def get_age(workflow: JsonMapping) -> tuple[str, int]:
-        # Kubernetes' times are whole seconds: workflows of one second are ordered by numbers.
-        metadata = workflow["metadata"]
-        return metadata["creationTimestamp"], get_workflow_number(run, metadata["name"])
 
-    return sorted(cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}"), key=get_age)
+def get_workflow_age(workflow: JsonMapping, run: str) -> tuple[str, int]:
+    """Return what workflows of a run are sorted by, oldest first."""
+    # Kubernetes' times are whole seconds: workflows of one second are ordered by numbers.
+    metadata = workflow["metadata"]
+    return metadata["creationTimestamp"], get_workflow_number(run, metadata["name"])
 
 
 def list_cluster_runs(cluster: Connection, store: str, selector: str) -> set[str]:

@@ -23,7 +23,13 @@ from tuneloop.cluster.run_workflows import (
     list_workflows,
 )
 from tuneloop.cluster.watch import read_nodes
-from tuneloop.core.errors import Retryable, UserError, choose_exit_code, print_diagnostic
+from tuneloop.core.errors import (
+    EXIT_RETRY,
+    Retryable,
+    UserError,
+    choose_exit_code,
+    print_diagnostic,
+)
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.store import normalize_url
 from tuneloop.inference.generate import input_identity
@@ -358,16 +364,16 @@ def wait_for_run(cluster: Connection, run: str) -> int:
     """Wait until the newest workflow of a run ends, also while the API server is away; return its
     `exit_code`.
     """
-    newest = find_workflows(cluster, run)[-1]
-    while get_workflow_phase(newest) not in DONE:
-        time.sleep(2.0)
+    while True:
         newest = retry_until_available(lambda: find_workflows(cluster, run))[-1]
-    return exit_code(newest)
+        if get_workflow_phase(newest) in DONE:
+            return exit_code(newest)
+        time.sleep(2.0)
 
 
 def exit_code(workflow: JsonMapping) -> int:
     """Return the exit code of `submit --wait`: 0 if a workflow succeeded; 2, 3 or 75 if a stage
-    ended so; else 1.
+    ended so; 75 if somebody stopped it; else 1.
     """
     if get_workflow_phase(workflow) == "Succeeded":
         return 0
@@ -375,4 +381,12 @@ def exit_code(workflow: JsonMapping) -> int:
     for node in read_nodes(workflow).values():
         if node.phase in ("Failed", "Error"):
             codes.add(node.exit_code)
+    if is_stopped(workflow):
+        # Argo keeps no exit code of a pod that it stops, and a pod that waits for quota has none.
+        codes.add(EXIT_RETRY)
     return choose_exit_code(codes)
+
+
+def is_stopped(workflow: JsonMapping) -> bool:
+    """Return whether somebody stopped a workflow: `stop_run`, or ``argo stop`` or ``terminate``."""
+    return bool(workflow["spec"].get("shutdown")) and get_workflow_phase(workflow) != "Succeeded"

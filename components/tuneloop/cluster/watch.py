@@ -5,17 +5,18 @@ logs.
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from queue import SimpleQueue
 from typing import Any
 
 from tuneloop.cluster import reservations
-from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
+from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object, record_denied_reads
 from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_phase
-from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.cluster.waiting import NODE_NAME, explain_waiting
+from tuneloop.core.errors import Retryable, UserError, print_diagnostic, suggest_name
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.kube.connection import (
     ApiRefusal,
     Connection,
@@ -23,14 +24,11 @@ from tuneloop.kube.connection import (
     retry_until_available,
 )
 from tuneloop.local.journal import Node
-from tuneloop.runs.stages import find_job_stage
+from tuneloop.runs.stages import get_stage_name
 from tuneloop.sharing.claim_request import TAKE
-from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
-
-NODE_NAME = "workflows.argoproj.io/node-name"
-WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")
-RAYJOBS = ("ray.io", "v1", "rayjobs")
-JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
+from tuneloop.workflow.manifest import effective_spec, list_calls
+from tuneloop.workflow.plan import find_plan
+from tuneloop.workflow.settings import RUN_LABEL
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,7 @@ class Status:
         accelerator_seconds: GPU seconds requested so far, over all stages.
         claims: claim that the run reserves → all runs that reserve it, and its devices.
         iterations: the maximum number of iterations that was requested.
+        denied_reads: what the account may not read, such as ``list workloads``.
     """
 
     run: str
@@ -54,6 +53,7 @@ class Status:
     accelerator_seconds: float
     claims: dict[str, str]
     iterations: int | None
+    denied_reads: list[str]
 
 
 def read_status(cluster: Connection, run: str) -> Status:
@@ -71,7 +71,13 @@ def read_status(cluster: Connection, run: str) -> Status:
         durations = workflow.get("status", {}).get("resourcesDuration", {})
         # GPUs of any vendor: resources are called nvidia.com/gpu, amd.com/gpu.
         seconds += sum(value for name, value in durations.items() if name.endswith("/gpu"))
-    uses_claims = any(node.template == TAKE for node in nodes.values())
+    # The workflows say how the run stands; what only explains it may not be for this account to see.
+    with record_denied_reads() as denied_reads:
+        waiting = explain_waiting(cluster, run, nodes)
+        claims: dict[str, str] = {}
+        if any(node.template == TAKE for node in nodes.values()):
+            descriptions = find_object(_describe_claims, cluster, run)
+            claims = {} if descriptions in (ABSENT, UNSEEN) else descriptions
     iterations = _read_values(newest["spec"].get("arguments", {})).get("iterations")
     return Status(
         run=run,
@@ -79,10 +85,11 @@ def read_status(cluster: Connection, run: str) -> Status:
         message=str(newest.get("status", {}).get("message", "")),
         workflows=[str(workflow["metadata"]["name"]) for workflow in workflows],
         nodes=nodes,
-        waiting=_explain_waiting(cluster, run, nodes),
+        waiting=waiting,
         accelerator_seconds=seconds,
-        claims=_describe_claims(cluster, run) if uses_claims else {},
+        claims=claims,
         iterations=int(iterations) if iterations else None,
+        denied_reads=list(dict.fromkeys(denied_reads)),
     )
 
 
@@ -90,7 +97,7 @@ def read_nodes(workflow: JsonMapping) -> dict[str, Node]:
     """Read the nodes of a workflow's status in the order they started."""
     nodes = [_read_node(item) for item in list_status_nodes(workflow)]
     is_over = get_workflow_phase(workflow) in DONE
-    workflow_end = _parse_time(workflow.get("status", {}).get("finishedAt"))
+    workflow_end = parse_time(workflow.get("status", {}).get("finishedAt"))
     for node in nodes:
         # The controller does not update the nodes of a workflow that was stopped.
         if is_over and node.phase in ("Running", "Pending"):
@@ -122,8 +129,8 @@ def _read_node(item: JsonMapping) -> Node:
         parent=item.get("boundaryID", ""),
         message=item.get("message", ""),
         daemoned=bool(item.get("daemoned")),
-        started=_parse_time(item.get("startedAt")),
-        finished=_parse_time(item.get("finishedAt")),
+        started=parse_time(item.get("startedAt")),
+        finished=parse_time(item.get("finishedAt")),
         exit_code=None if exit_code is None else int(exit_code),
         progress=item.get("progress", ""),
         inputs=_read_values(item.get("inputs", {})),
@@ -137,69 +144,9 @@ def _read_values(arguments: JsonMapping) -> dict[str, str]:
     return {item["name"]: str(item["value"]) for item in parameters if "value" in item}
 
 
-def _parse_time(text: str | None) -> float:
+def parse_time(text: str | None) -> float:
     """Return a time of Kubernetes as Unix seconds; 0 if there is none."""
     return datetime.fromisoformat(text).timestamp() if text else 0.0
-
-
-def _explain_waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[str, str]:
-    """Return node, or stage of several pods → why a pod of it does not run yet."""
-    selector = f"{RUN_LABEL}={run}"
-    pending = [pod for pod in cluster.list_pods(selector) if pod.status.phase == "Pending"]
-    suspended: list[JsonObject] = []
-    if any(node.phase not in DONE and find_job_stage(node, nodes) for node in nodes.values()):
-        # Kueue admits a job as a whole; before that it has no pods.
-        for job in cluster.list(*JOBSETS, selector=selector):
-            if job["spec"].get("suspend"):
-                suspended.append(job)
-    queue_messages: dict[str, str] = {}
-    if suspended or any(pod.spec.scheduling_gates for pod in pending):
-        queue_messages = _read_queue_messages(cluster)
-    reasons: dict[str, str] = {}
-    for pod in pending:
-        annotations = pod.metadata.annotations or {}
-        node_name = annotations.get(NODE_NAME, pod.metadata.name)
-        reasons[node_name] = _explain_pod(pod, queue_messages)
-    for job in suspended:
-        metadata = job["metadata"]
-        pod_template = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
-        annotations = pod_template["metadata"].get("annotations", {})
-        node_name = annotations.get(NODE_NAME, metadata["name"])
-        reasons[node_name] = _explain_queue(metadata["labels"], metadata["name"], queue_messages)
-    return reasons | _explain_ray_jobs(cluster, selector)
-
-
-def _explain_ray_jobs(cluster: Connection, selector: str) -> dict[str, str]:
-    """Return RayJob that does not run yet → its Ray cluster, and what each pod of it waits for."""
-    jobs = find_object(cluster.list, *RAYJOBS, selector=selector)
-    reasons: dict[str, str] = {}
-    for job in () if jobs in (ABSENT, UNSEEN) else jobs:
-        metadata = job["metadata"]
-        status = job.get("status") or {}
-        if job["spec"].get("suspend"):
-            queue_messages = _read_queue_messages(cluster)
-            reason = _explain_queue(metadata["labels"], metadata["name"], queue_messages)
-        elif status.get("jobDeploymentStatus") == "Failed":
-            continue
-        elif status.get("jobStatus", "") not in ("", "PENDING"):
-            # Its program runs, or has ended.
-            continue
-        else:
-            reason = _describe_ray_cluster(cluster, status.get("rayClusterName", ""))
-        reasons[metadata["name"]] = reason
-    return reasons
-
-
-def _describe_ray_cluster(cluster: Connection, name: str) -> str:
-    """Describe a Ray cluster that starts: the state of each of its pods."""
-    if not name:
-        return "RayCluster is not made yet"
-    states: list[str] = []
-    for pod in cluster.list_pods(f"ray.io/cluster={name}"):
-        phase = pod.status.phase
-        state = _explain_pod(pod, {}) if phase == "Pending" else phase.lower()
-        states.append(f"{pod.metadata.labels['ray.io/node-type']} {state}")
-    return "; ".join([f"RayCluster {name}", *sorted(states)])
 
 
 def refresh_claims(cluster: Connection) -> dict[str, str]:
@@ -234,44 +181,6 @@ def _describe_devices(claim: JsonMapping) -> str:
     return ", ".join(devices) or "no device until a pod is scheduled"
 
 
-def _explain_pod(pod: Any, queue_messages: Mapping[str, str]) -> str:
-    """Explain why a pending pod does not run yet."""
-    if pod.spec.scheduling_gates:
-        return _explain_queue(pod.metadata.labels, pod.metadata.name, queue_messages)
-    statuses = list(pod.status.init_container_statuses or ())
-    statuses += pod.status.container_statuses or ()
-    for status in statuses:
-        waiting = status.state.waiting
-        # Every container says these two for a moment.
-        if waiting and waiting.reason not in ("PodInitializing", "ContainerCreating"):
-            return " ".join(f"{waiting.reason}: {waiting.message or ''}".split())
-    for condition in pod.status.conditions or ():
-        if condition.type == "PodScheduled" and condition.status == "False":
-            devices = ", with the devices of its claim" if pod.spec.resource_claims else ""
-            return f"not scheduled{devices}: {condition.message}"
-    return "starting"
-
-
-def _explain_queue(labels: Mapping[str, str], name: str, queue_messages: Mapping[str, str]) -> str:
-    """Explain what a pod or job waits for in its queue."""
-    message = queue_messages.get(name, "not seen by Kueue yet; is the queue there?")
-    return f"queue {labels.get(QUEUE_LABEL, '')}: {message}"
-
-
-def _read_queue_messages(cluster: Connection) -> dict[str, str]:
-    """Return the name of a pod or job → Kueue's message about it."""
-    messages: dict[str, str] = {}
-    for workload in cluster.list(*WORKLOADS):
-        message = "waiting for its turn"
-        for condition in workload.get("status", {}).get("conditions", ()):
-            if condition["type"] == "QuotaReserved":
-                is_admitted = condition.get("status") == "True"
-                message = "admitted" if is_admitted else condition.get("message") or message
-        for owner in workload["metadata"].get("ownerReferences", ()):
-            messages[owner["name"]] = message
-    return messages
-
-
 def read_logs(
     cluster: Connection,
     run: str,
@@ -285,27 +194,28 @@ def read_logs(
     Args:
         cluster: where the run is.
         run: its name.
-        stage: only the pods of this stage.
+        stage: only the pods of this stage, or those that run it with others (`find_pod_names`).
         follow: go on until the run ends, with pods that start meanwhile.
         since: the name of a workflow: only its pods and later ones.
 
     Raises:
-        UserError: there is no such run, or no pod of `stage`.
+        UserError: there is no such run, or no such stage, or no pod of `stage`.
     """
     lines: SimpleQueue[tuple[str, str]] = SimpleQueue()
     readers: dict[str, threading.Thread] = {}
     workflows = find_workflows(cluster, run)
     # By their time: the pods of all workflows of a run are listed together, by the run's label.
     begin = 0.0
+    chosen = find_pod_names(workflows, stage) if stage else set()
     for workflow in workflows:
         if workflow["metadata"]["name"] == since:
-            begin = _parse_time(workflow["metadata"]["creationTimestamp"])
+            begin = parse_time(workflow["metadata"]["creationTimestamp"])
     while True:
         # Read before the pods: those of a workflow that has ended are all there.
         is_over = not follow or all(get_workflow_phase(item) in DONE for item in workflows)
         for pod in _list_started_pods(cluster, run):
             name = get_pod_stage(pod)
-            is_chosen = stage in (None, name)
+            is_chosen = not chosen or name in chosen
             is_new = pod.metadata.creation_timestamp.timestamp() >= begin
             if not (is_chosen and is_new) or pod.metadata.uid in readers:
                 continue
@@ -323,11 +233,42 @@ def read_logs(
         yield from _drain(lines)
         if is_over:
             if stage and not readers:
-                remedy = f"has no pod in {run}: it has not run, or its pods are deleted by now"
+                pods = " or ".join(sorted(chosen))
+                remedy = (
+                    f"has no pod in {run} ({pods}): it has not run, or its pods are deleted by now"
+                )
                 raise UserError("stage", stage, remedy)
             return
         time.sleep(1.0)
         workflows = retry_until_available(lambda: find_workflows(cluster, run))
+
+
+def find_pod_names(workflows: Sequence[JsonMapping], stage: str) -> set[str]:
+    """Return the names, as `get_pod_stage` gives them, of the pods that run a stage: its own, and
+    those of iterations, which run it among others. The latter are named on standard error.
+
+    Raises:
+        UserError: no workflow has such a stage.
+    """
+    known: set[str] = set()
+    shared: set[str] = set()
+    for workflow in workflows:
+        for template in effective_spec(workflow).get("templates", ()):
+            known.update(call.get("name", "") for call in list_calls(template))
+        known.update(get_stage_name(node) for node in read_nodes(workflow).values())
+        plan = find_plan(workflow)
+        loop = plan.loop if plan else None
+        if loop and loop.pod:
+            known.update(loop.pod_stages)
+            if stage in loop.pod_stages:
+                shared.add(loop.pod.template)
+    if known and stage not in known:
+        raise UserError("stage", stage, suggest_name(stage, sorted(known)))
+    if shared:
+        names = ", ".join(sorted(shared))
+        line = f"note: {stage} runs among others in the pod {names}, whose whole log this is"
+        print_diagnostic(line, 0)
+    return {stage} | shared
 
 
 def _list_started_pods(cluster: Connection, run: str) -> list[Any]:

@@ -79,15 +79,20 @@ def retry_until_available(
     Pauses double from `pause` to 30 seconds.
 
     Raises:
-        Retryable, Unreachable: the server failed for `patience` seconds.
+        Retryable: the server failed for `patience` seconds. What it was asked for goes on meanwhile,
+            so it is no mistake of the user.
     """
     deadline = time.monotonic() + patience
     while True:
         try:
             return look()
-        except (Retryable, Unreachable):
+        except (Retryable, Unreachable) as error:
             # A pause that ends after the deadline is not begun.
             if time.monotonic() + pause > deadline:
+                if isinstance(error, Unreachable):
+                    fault = error.remedy.partition(";")[0]
+                    message = f"{error.field}: {error.value!r}: {fault}, for {patience:g} s"
+                    raise Unavailable(message) from error
                 raise
             time.sleep(pause)
             pause = min(2 * pause, 30.0)

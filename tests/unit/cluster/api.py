@@ -41,6 +41,7 @@ class Api(ThreadingHTTPServer):
         objects: (plural, name) → object, in the order they were created.
         becomes: status of a workflow that is created.
         refuses: plurals of what nobody may create.
+        unseen: plurals of what nobody may read.
         written: so many replacements yet are refused, as by another's who was faster.
         pods: of the namespace.
         logs: pod → what it wrote.
@@ -51,6 +52,7 @@ class Api(ThreadingHTTPServer):
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.becomes: dict[str, Any] = {}
         self.refuses: set[str] = set()
+        self.unseen: set[str] = set()
         self.written = 0
         self.pods: list[dict[str, Any]] = []
         self.logs: dict[str, str] = {}
@@ -99,10 +101,15 @@ class Objects(Answering):
             )
         if url.path.endswith("/log"):
             return self._answer(200, self.server.logs[url.path.split("/")[-2]])
+        if url.path.startswith("/apis/kueue.x-k8s.io/") and url.path.count("/") == 3:
+            return self._answer(200, {"groupVersion": url.path[6:], "resources": []})
         if match is None:
             return self._answer(
                 200 if "/api/v1/namespaces/" in url.path else 403, {"message": "forbidden"}
             )
+        if match["plural"] in self.server.unseen:
+            words = f'cannot list resource "{match["plural"]}" in API group ""'
+            return self._answer(403, {"message": words})
         if match["name"]:
             found = self.server.objects.get((match["plural"], match["name"]))
             return self._answer(200 if found else 404, found or {"message": "not found"})
