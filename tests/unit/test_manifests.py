@@ -17,7 +17,7 @@ from tests.unit.planning.test_plan import PUBLISHED
 from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.cli import run_cli
 from tuneloop.cluster.launch import KINDS, Kind
-from tuneloop.cluster.queue_problems import compute_pod_requests
+from tuneloop.cluster.pod_requests import compute_pod_requests
 from tuneloop.config.loading import dump_workflow, find_pipeline, list_pipelines
 from tuneloop.extensions.gateway.command import GRACE_S
 from tuneloop.extensions.gateway.jobs import Jobs

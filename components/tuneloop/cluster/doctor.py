@@ -13,7 +13,14 @@ import yaml
 
 from tuneloop.argo.pod_fields import PLAIN, SECRET, STORE
 from tuneloop.cluster import preflight
-from tuneloop.cluster.problems import ABSENT, UNSEEN, Problem, find_object, record_denied_reads
+from tuneloop.cluster.problems import (
+    ABSENT,
+    UNSEEN,
+    Problem,
+    apply_manifests,
+    find_object,
+    record_denied_reads,
+)
 from tuneloop.cluster.queue_problems import find_queue_warnings
 from tuneloop.cluster.run_workflows import list_queues
 from tuneloop.core.errors import UserError, shorten_text
@@ -243,7 +250,7 @@ def check_store_settings(cluster: Connection, overlay: str, missing: str) -> Ite
         overlay: of ``manifests/overlays``, which has both.
         missing: the outcome where one of them is not there.
     """
-    apply = f"kubectl apply -k manifests/overlays/{overlay}"
+    apply = apply_manifests(cluster.namespace, overlay)
     kubectl = f"kubectl -n {cluster.namespace}"
     literals = " ".join(f"--from-literal={key}=…" for key in SECRET)
     edit_config_map = f"{kubectl} edit configmap {STORE}"

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from tuneloop.argo.pod_fields import NOBODY, RESTRICTED
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
-from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.settings import QUEUE_LABEL
 
 GROUP = "kueue.x-k8s.io"
 VERSIONS = ("v1beta2", "v1beta1")
@@ -23,6 +25,54 @@ def find_kueue(cluster: Connection) -> KueueApi | None:
         if find_object(cluster.custom.get_api_resources, GROUP, version) is not ABSENT:
             return GROUP, version
     return None
+
+
+def list_local_queues(cluster: Connection, api: KueueApi) -> list[str]:
+    """List the LocalQueues of the namespace; none where the account may not."""
+    group, version = api
+    list_objects = cluster.custom.list_namespaced_custom_object
+    queues = find_object(list_objects, group, version, cluster.namespace, "localqueues")
+    if queues in (ABSENT, UNSEEN):
+        return []
+    return sorted(queue["metadata"]["name"] for queue in queues["items"])
+
+
+def are_pods_held(cluster: Connection, queue: str) -> bool | None:
+    """Return whether Kueue holds a pod of a queue until it is admitted; None where this account
+    may not ask.
+
+    Kueue's webhook does so if its `pod` integration is on, and selects the namespace. A dry run
+    creates no pod, and asks it.
+    """
+    pod = _build_probe(queue)
+    created = find_object(cluster.core.create_namespaced_pod, cluster.namespace, pod, dry_run="All")
+    if created in (ABSENT, UNSEEN):
+        return None
+    gates = created.spec.scheduling_gates or ()
+    return any(gate.name.startswith(GROUP) for gate in gates)
+
+
+def _build_probe(queue: str) -> JsonObject:
+    """Build a pod that the strictest namespace allows."""
+    quantities = {"cpu": "1m", "memory": "1Mi"}
+    container = {
+        "name": "main",
+        "image": "tuneloop/base",
+        "securityContext": RESTRICTED,
+        # A ResourceQuota may ask for both.
+        "resources": {"requests": quantities, "limits": quantities},
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"generateName": "tuneloop-probe-", "labels": {QUEUE_LABEL: queue}},
+        "spec": {
+            "containers": [container],
+            "securityContext": NOBODY,
+            "restartPolicy": "Never",
+            "automountServiceAccountToken": False,
+        },
+    }
 
 
 @dataclass

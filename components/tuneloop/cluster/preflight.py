@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tuneloop.cluster.problems import (
-    APPLY,
     INSTALL,
     UNSEEN,
     Problem,
+    apply_manifests,
+    create_namespace,
     find_object,
     is_absent,
 )
@@ -89,7 +90,7 @@ def _find_namespace_problems(cluster: Connection, workflow: JsonMapping) -> Iter
             "namespace",
             cluster.namespace,
             f"does not exist in context {cluster.context}",
-            command=APPLY,
+            command=create_namespace(cluster.namespace),
             otherwise=" (or yours), or choose --context or --namespace",
         )
 
@@ -156,8 +157,13 @@ def _find_missing_references(cluster: Connection, workflow: JsonMapping) -> Iter
     }
     for kind, name in sorted(set(list_references(workflow["spec"]))):
         if is_absent(read_by_kind[kind], name, cluster.namespace):
-            missing = f"is missing in namespace {cluster.namespace}"
-            yield Problem(kind, name, missing, command=APPLY, otherwise=" (or yours), or create it")
+            yield Problem(
+                kind,
+                name,
+                f"is missing in namespace {cluster.namespace}",
+                command=apply_manifests(cluster.namespace),
+                otherwise=" (or yours), or create it",
+            )
 
 
 def list_references(value: Any) -> Iterator[tuple[str, str]]:

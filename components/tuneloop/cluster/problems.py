@@ -10,13 +10,45 @@ from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import ApiRefusal
 
 INSTALL = "manifests/third-party/README.md says how to install it"
-APPLY = "kubectl apply -k manifests/overlays/local"
+NAMESPACES = {"local": "tuneloop", "kfp": "kubeflow"}
+"""Folder of ``manifests/overlays`` → the namespace of its objects."""
+NAMESPACED = {
+    "local": "resources: [../../namespaced]\\ncomponents: [../../components/s3]\\n",
+    "kfp": "resources: [../kfp]\\n",
+}
+"""The same folder → what an overlay for another namespace has in its place, as `printf` takes it."""
+ADMIN = "ask an admin of the cluster (docs/cluster.md, What an admin gives once)"
+"""A remedy that the admin of a namespace has no right to."""
 DENIED = re.compile(r'cannot (\w+) resource "([^"]+)"')
 # Of one task or thread: two checks at once do not share their list.
 _denied_reads: ContextVar[list[str] | None] = ContextVar("denied_reads", default=None)
 
 ABSENT = "absent"
 UNSEEN = "not for this account to see"
+
+
+def apply_manifests(namespace: str, overlay: str = "local") -> str:
+    """Return the command that creates what a namespace needs, from the repository's root.
+
+    Args:
+        namespace: of the runs; any but the overlay's gets an overlay of its own.
+        overlay: ``local`` for Argo Workflows, ``kfp`` for Kubeflow Pipelines.
+    """
+    if namespace == NAMESPACES[overlay]:
+        return f"kubectl apply -k manifests/overlays/{overlay}"
+    folder = f"manifests/overlays/{namespace}"
+    lines = f"namespace: {namespace}\\n{NAMESPACED[overlay]}"
+    return (
+        f"mkdir -p {folder} && printf '{lines}' > {folder}/kustomization.yaml"
+        f" && kubectl apply -k {folder}"
+    )
+
+
+def create_namespace(name: str) -> str:
+    """Return the command that creates a namespace: with its overlay, or as an admin does it."""
+    return (
+        apply_manifests(name) if name == NAMESPACES["local"] else f"kubectl create namespace {name}"
+    )
 
 
 class Problem(UserError):

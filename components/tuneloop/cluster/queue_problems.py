@@ -4,18 +4,34 @@ reports nothing.
 
 import json
 import shlex
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from decimal import Decimal
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from tuneloop.argo.quantities import parse_resource_quantity
+from tuneloop.cluster.kueue import (
+    GROUP,
+    KueueApi,
+    are_pods_held,
+    find_kueue,
+    list_local_queues,
+)
+from tuneloop.cluster.pod_requests import (
+    Amounts,
+    add_amounts,
+    compute_pod_requests,
+    count_servers,
+    format_amount,
+    read_added_containers,
+)
 from tuneloop.cluster.problems import (
     ABSENT,
-    APPLY,
+    ADMIN,
     INSTALL,
+    NAMESPACES,
     UNSEEN,
     Problem,
+    apply_manifests,
     find_object,
     is_absent,
 )
@@ -23,65 +39,116 @@ from tuneloop.cluster.run_workflows import find_queued_templates, list_queues
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import Connection
-from tuneloop.workflow.manifest import list_calls, parse_applied_object
-from tuneloop.workflow.pod_settings import MAIN
+from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE, QUEUE_LABEL, SAMPLER_QUEUE
-from tuneloop.workflow.strategic_merge import apply_patch
 
-KUEUE = ("kueue.x-k8s.io", "v1beta2")
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 """The label of every namespace that has its name."""
-Amounts = dict[str, Decimal]
-"""Resource name → amount, in cores, bytes or pieces."""
+
+
+UNQUEUED = "--set cluster.queue="
+"""The setting by which nothing waits in a queue."""
 
 
 def find_queue_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    """Find queues that would never admit the requests of a workflow's templates."""
+    """Find queues that would never admit the requests of a workflow's templates, or that Kueue
+    does not make its pods wait in.
+    """
+    names = list_queues(workflow)
+    if not names:
+        return
+    api = find_kueue(cluster)
+    if api is None:
+        yield Problem(
+            "queue",
+            ", ".join(names),
+            f"Kueue is not installed in {cluster.context} ({GROUP} is not served): pods would start"
+            " at once, and nothing would order the runs",
+            command=f"tuneloop … {UNQUEUED}",
+            otherwise=f" runs without queues, or {INSTALL}",
+        )
+        return
     queues_by_source: dict[str, dict[str, JsonObject]] = defaultdict(dict)
-    for name in list_queues(workflow):
-        queue = find_object(cluster.get, *KUEUE, "localqueues", name)
+    for name in names:
+        queue = find_object(cluster.get, *api, "localqueues", name)
         if queue is ABSENT:
-            # The sampler's queue exists only where somebody has divided the quota.
-            other = f", or --set cluster.sampler.queue={QUEUE}" if name == SAMPLER_QUEUE else ""
-            yield Problem(
-                "queue",
-                name,
-                f"is not a LocalQueue of namespace {cluster.namespace}: stages would wait for ever",
-                command=APPLY,
-                otherwise=f" (or yours){other}, or {INSTALL}",
-            )
+            yield _describe_missing_queue(cluster, api, name)
         elif queue is not UNSEEN:
             queues_by_source[queue["spec"]["clusterQueue"]][name] = queue
     for name, queues in queues_by_source.items():
-        yield from _check_cluster_queue(cluster, workflow, name, queues)
+        yield from _check_cluster_queue(cluster, api, workflow, name, queues)
+    yield from _check_pods_wait(cluster, workflow)
     priorities: set[str] = set()
     for labels in find_queued_templates(workflow).values():
         if PRIORITY_LABEL in labels:
             priorities.add(labels[PRIORITY_LABEL])
     read_class = cluster.custom.get_cluster_custom_object
     for priority in sorted(priorities):
-        if is_absent(read_class, *KUEUE, "workloadpriorityclasses", priority):
+        if is_absent(read_class, *api, "workloadpriorityclasses", priority):
             finding = f"is not a WorkloadPriorityClass of {cluster.context}"
-            yield Problem("priority", priority, finding, command=APPLY, otherwise=" (or yours)")
+            yield Problem("priority", priority, finding, command=_apply_cluster_objects(cluster))
 
 
-def _find_cluster_queue(cluster: Connection, name: str) -> Any:
+def _apply_cluster_objects(cluster: Connection) -> str:
+    """Return the remedy where an object of Kueue is missing that only an admin may create."""
+    if cluster.namespace == NAMESPACES["local"]:
+        return f"{apply_manifests(cluster.namespace)} (or yours)"
+    return ADMIN
+
+
+def _describe_missing_queue(cluster: Connection, api: KueueApi, name: str) -> Problem:
+    """Describe a LocalQueue that a workflow names and that does not exist."""
+    finding = f"is not a LocalQueue of namespace {cluster.namespace}: stages would wait for ever"
+    others = list_local_queues(cluster, api)
+    # The sampler's queue exists only where somebody has divided the quota.
+    if name == SAMPLER_QUEUE and QUEUE in others:
+        other = f", or --set cluster.sampler.queue={QUEUE}"
+    elif others:
+        other = f", or --set cluster.queue={others[0]} (here are {', '.join(others)})"
+    else:
+        other = f", or {INSTALL}"
+    return Problem("queue", name, finding, command=_apply_cluster_objects(cluster), otherwise=other)
+
+
+def _check_pods_wait(cluster: Connection, workflow: JsonMapping) -> Iterator[Problem]:
+    """Check that Kueue makes the pods of queued templates wait; jobs are held by other means."""
+    templates = {template["name"]: template for template in workflow["spec"].get("templates", ())}
+    for name, labels in find_queued_templates(workflow).items():
+        if parse_applied_object(templates[name]):
+            continue
+        if are_pods_held(cluster, labels[QUEUE_LABEL]) is False:
+            yield Problem(
+                "queue",
+                labels[QUEUE_LABEL],
+                f"Kueue does not make pods of namespace {cluster.namespace} wait: they would start at"
+                " once, whatever the quota is. Its `pod` integration is off, or its"
+                " managedJobsNamespaceSelector does not select the namespace",
+                command="kubectl -n kueue-system edit configmap kueue-manager-config",
+                otherwise=f" (integrations.frameworks: pod), or {UNQUEUED} to run without queues",
+            )
+        # One pod stands for all: the webhook asks for the namespace, not for the queue.
+        return
+
+
+def _find_cluster_queue(cluster: Connection, api: KueueApi, name: str) -> Any:
     """Return the ClusterQueue of a name, or ABSENT, or UNSEEN."""
     read_queue = cluster.custom.get_cluster_custom_object
-    return find_object(read_queue, *KUEUE, "clusterqueues", name)
+    return find_object(read_queue, *api, "clusterqueues", name)
 
 
 def _check_cluster_queue(
     cluster: Connection,
+    api: KueueApi,
     workflow: JsonMapping,
     name: str,
     queues: Mapping[str, JsonMapping],
 ) -> Iterator[UserError]:
     """Check the ClusterQueue `name`, from which the LocalQueues of a workflow have their quota."""
-    cluster_queue = _find_cluster_queue(cluster, name)
+    cluster_queue = _find_cluster_queue(cluster, api, name)
     if cluster_queue is ABSENT:
         finding = f"is of the ClusterQueue {name}, which does not exist"
-        yield Problem("queue", ", ".join(queues), finding, command=APPLY, otherwise=" (or yours)")
+        command = _apply_cluster_objects(cluster)
+        yield Problem("queue", ", ".join(queues), finding, command=command)
         return
     for queue_name, queue in queues.items():
         for condition in queue.get("status", {}).get("conditions", ()):
@@ -100,15 +167,21 @@ def _check_cluster_queue(
 
 
 def find_queue_warnings(cluster: Connection, workflow: JsonMapping) -> Iterator[Problem]:
-    """Find rollout servers that are admitted one by one, or hold quota which stages wait for.
+    """Find queues that this account may not check, rollout servers that are admitted one by one,
+    and servers that hold quota which stages wait for.
 
     A server holds its quota for the whole run: the servers of several runs can hold all of it, so
     that no stage is admitted.
     """
+    queued = find_queued_templates(workflow)
+    api = find_kueue(cluster) if queued else None
+    if api is None:
+        return
+    yield from _find_unseen_queues(cluster, api, workflow)
     server_queues: set[str] = set()
     stage_queues: set[str] = set()
     servers = count_servers(workflow)
-    for name, labels in find_queued_templates(workflow).items():
+    for name, labels in queued.items():
         queues = server_queues if name in servers else stage_queues
         queues.add(labels[QUEUE_LABEL])
         count = servers.get(name, 1)
@@ -122,30 +195,62 @@ def find_queue_warnings(cluster: Connection, workflow: JsonMapping) -> Iterator[
                 otherwise=" shows the quota, which must suffice for all (docs/cluster.md, The queue)",
             )
     for queue in sorted(server_queues):
-        borrowed = _list_quotas(cluster, queue, "borrowingLimit")
+        borrowed = _list_quotas(cluster, api, queue, "borrowingLimit")
         # A cohort passes quota on only if one side may borrow, and the other may lend.
-        if any(borrowed & _list_quotas(cluster, other, "lendingLimit") for other in stage_queues):
+        if any(
+            borrowed & _list_quotas(cluster, api, other, "lendingLimit") for other in stage_queues
+        ):
             yield Problem(
                 "queue",
                 queue,
                 "gives rollout servers quota that stages wait for, as long as their runs last: the"
                 " servers of several runs can hold all of it, and no run makes progress",
-                command=f"tuneloop … --set cluster.sampler.queue={SAMPLER_QUEUE}",
+                command=_choose_server_queue(cluster, api, stage_queues),
                 otherwise=" (docs/cluster.md, The queue)",
             )
 
 
-def count_servers(workflow: JsonMapping) -> dict[str, int]:
-    """Count the pods of each daemon's template that a graph has at a time."""
-    templates = workflow["spec"]["templates"]
-    graphs = [Counter(call["template"] for call in list_calls(template)) for template in templates]
-    counts: dict[str, int] = {}
-    for template in templates:
-        if template.get("daemon"):
-            name = template["name"]
-            # A template that nothing calls is the entrypoint of its workflow.
-            counts[name] = max([1] + [calls[name] for calls in graphs])
-    return counts
+def _choose_server_queue(cluster: Connection, api: KueueApi, stage_queues: Collection[str]) -> str:
+    """Return the command that gives servers a queue of their own: one that is there, if any."""
+    others = [name for name in list_local_queues(cluster, api) if name not in stage_queues]
+    if not others and cluster.namespace != NAMESPACES["local"]:
+        return f"a LocalQueue of another ClusterQueue is needed for servers: {ADMIN}"
+    queue = SAMPLER_QUEUE if SAMPLER_QUEUE in others or not others else others[0]
+    return f"tuneloop … --set cluster.sampler.queue={queue}"
+
+
+def _find_unseen_queues(
+    cluster: Connection, api: KueueApi, workflow: JsonMapping
+) -> Iterator[Problem]:
+    """Find queues of a workflow that this account may not read, and so not check."""
+    largest: Amounts = {}
+    for template in _list_queued(workflow):
+        for resource, amount in compute_pod_requests(template).items():
+            largest[resource] = max(amount, largest.get(resource, amount))
+    amounts = ", ".join(format_amount(name, largest[name]) for name in sorted(largest))
+    for name in list_queues(workflow):
+        queue = find_object(cluster.get, *api, "localqueues", name)
+        if queue is UNSEEN:
+            yield Problem(
+                "queue",
+                name,
+                f"is not for this account to see: if namespace {cluster.namespace} has no such"
+                " LocalQueue, the pods wait for ever",
+                command=f"kubectl -n {cluster.namespace} create rolebinding tuneloop-queues"
+                " --clusterrole=kueue-batch-user-role --user=ACCOUNT",
+                otherwise=", by an admin, lets it look",
+            )
+        elif queue is not ABSENT:
+            source = queue["spec"]["clusterQueue"]
+            if _find_cluster_queue(cluster, api, source) is UNSEEN:
+                yield Problem(
+                    "queue",
+                    name,
+                    f"its ClusterQueue {source} is not for this account to see: a quota below"
+                    f" {amounts} (the largest pod) would make the run wait for ever",
+                    command=f"kubectl describe clusterqueue {source}",
+                    otherwise=", by an admin, shows the quota",
+                )
 
 
 def _list_resources(spec: JsonMapping) -> Iterator[JsonMapping]:
@@ -155,24 +260,31 @@ def _list_resources(spec: JsonMapping) -> Iterator[JsonMapping]:
             yield from flavor["resources"]
 
 
-def _list_quotas(cluster: Connection, queue_name: str, limit: str) -> set[str]:
+def _list_quotas(cluster: Connection, api: KueueApi, queue_name: str, limit: str) -> set[str]:
     """List the sources of a LocalQueue's quota: its ClusterQueue, and the cohort unless every
     `limit` is 0.
     """
-    queue = find_object(cluster.get, *KUEUE, "localqueues", queue_name)
+    queue = find_object(cluster.get, *api, "localqueues", queue_name)
     if queue in (ABSENT, UNSEEN):
         return set()
     name = queue["spec"]["clusterQueue"]
     sources = {name}
-    cluster_queue = _find_cluster_queue(cluster, name)
+    cluster_queue = _find_cluster_queue(cluster, api, name)
     if cluster_queue in (ABSENT, UNSEEN):
         return sources
     spec = cluster_queue["spec"]
     # Without a limit everything may be borrowed or lent.
     amounts = [parse_resource_quantity(quota.get(limit, 1)) for quota in _list_resources(spec)]
-    if spec.get("cohortName") and any(amounts):
-        sources.add(f"cohort {spec['cohortName']}")
+    cohort = _read_cohort(spec)
+    if cohort and any(amounts):
+        sources.add(f"cohort {cohort}")
     return sources
+
+
+def _read_cohort(spec: JsonMapping) -> str:
+    """Read the cohort of a ClusterQueue; empty: none."""
+    # `cohort` is the field of v1beta1.
+    return str(spec.get("cohortName") or spec.get("cohort") or "")
 
 
 def _check_namespace(
@@ -230,31 +342,29 @@ def find_quota_problems(
         queues: its LocalQueues, in which templates of the workflow wait.
         cluster_queue: its name.
     """
-    # It may borrow quota that other queues do not use; `cohort` is the field of v1beta1.
-    if spec.get("cohortName") or spec.get("cohort"):
+    # It may borrow quota that other queues do not use.
+    if _read_cohort(spec):
         return
     quota = _compute_largest_quotas(spec)
     command = f"kubectl edit clusterqueue {cluster_queue}"
     labels_by_template = find_queued_templates(workflow)
     templates = [
         template
-        for template in workflow["spec"]["templates"]
-        if labels_by_template.get(template["name"], {}).get(QUEUE_LABEL) in queues
+        for template in _list_queued(workflow)
+        if labels_by_template[template["name"]][QUEUE_LABEL] in queues
     ]
-    patch = json.loads(workflow["spec"].get("podSpecPatch") or "{}")
-    # The containers that Argo adds to a pod: their requests are set by a patch.
-    added = patch.get("containers", ())
+    added = read_added_containers(workflow)
     # A server keeps its quota while other pods run.
     servers = count_servers(workflow)
     reserved: Amounts = {}
     for template in templates:
         for _ in range(servers.get(template["name"], 0)):
-            _add(reserved, compute_pod_requests(template, added))
+            add_amounts(reserved, compute_pod_requests(template, added))
     for template in templates:
         alone = compute_pod_requests(template, added)
         total = dict(reserved)
         if not template.get("daemon"):
-            _add(total, alone)
+            add_amounts(total, alone)
         suffix = "" if total == alone else " with the run's servers"
         for resource, amount in sorted(total.items()):
             if resource not in quota:
@@ -274,6 +384,16 @@ def find_quota_problems(
                 )
 
 
+def _list_queued(workflow: JsonMapping) -> list[JsonMapping]:
+    """List the templates whose pod or job waits in a queue."""
+    labels_by_template = find_queued_templates(workflow)
+    return [
+        template
+        for template in workflow["spec"].get("templates", ())
+        if template["name"] in labels_by_template
+    ]
+
+
 def _compute_largest_quotas(spec: JsonMapping) -> Amounts:
     """Compute the largest quota of each resource among the flavors of a ClusterQueue."""
     # All of a pod's request for a resource comes from one flavor.
@@ -282,50 +402,3 @@ def _compute_largest_quotas(spec: JsonMapping) -> Amounts:
         amount = parse_resource_quantity(quota["nominalQuota"])
         largest[quota["name"]] = max(amount, largest.get(quota["name"], amount))
     return largest
-
-
-def compute_pod_requests(template: JsonMapping, added: Iterable[JsonMapping] = ()) -> Amounts:
-    """Compute the resources that the pod of a template requests, or all pods of its job.
-
-    Args:
-        template: of a workflow.
-        added: the containers that Argo adds to a pod of its own, but not to those of a job.
-
-    Returns:
-        Resource → amount. A limit without a request counts as one, as for Kubernetes.
-    """
-    total: Amounts = {}
-    job = parse_applied_object(template)
-    if job:
-        # Kueue admits all pods of a JobSet together. `argo/jobset.py` renders one replica of each
-        # replicated job.
-        for replicated in job["spec"]["replicatedJobs"]:
-            spec = replicated["template"]["spec"]
-            for container in spec["template"]["spec"]["containers"]:
-                requests = compute_pod_requests({"container": container})
-                _add(total, requests, spec["parallelism"])
-        return total
-    patch = json.loads(template.get("podSpecPatch") or "{}")
-    container = template.get("container") or template.get("script") or {}
-    for item in patch.get("containers", ()):
-        if item["name"] == MAIN:
-            container = apply_patch(container, item, "Container")
-    containers = [container]
-    # Init containers of a template are sidecars, too: they run as long as the pod.
-    for items in (template.get("sidecars", ()), template.get("initContainers", ()), added):
-        containers.extend(items)
-    for container in containers:
-        resources = container.get("resources") or {}
-        quantities = dict(resources.get("limits") or {})
-        quantities.update(resources.get("requests") or {})
-        for name, quantity in quantities.items():
-            # A parameter is known only in the run.
-            if "{{" not in str(quantity):
-                _add(total, {name: parse_resource_quantity(quantity)})
-    return total
-
-
-def _add(total: Amounts, amounts: Mapping[str, Decimal], count: int = 1) -> None:
-    """Add `count` times `amounts` to `total`."""
-    for name, amount in amounts.items():
-        total[name] = total.get(name, Decimal(0)) + count * amount

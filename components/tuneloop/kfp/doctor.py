@@ -22,9 +22,10 @@ from tuneloop.cluster.doctor import (
     Check,
     collect_checks,
 )
+from tuneloop.cluster.kueue import GROUP, VERSIONS, find_kueue
 from tuneloop.cluster.preflight import list_images
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
-from tuneloop.cluster.queue_problems import KUEUE, find_queue_problems
+from tuneloop.cluster.queue_problems import find_queue_problems
 from tuneloop.cluster.run_workflows import list_queues
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
@@ -224,7 +225,7 @@ def check_queue(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | 
     names = list_queues(workflow)
     if not names:
         return
-    group, release = KUEUE
+    group, release = find_kueue(cluster) or (GROUP, VERSIONS[0])
     namespace = cluster.namespace
     queues = find_object(
         cluster.custom.list_namespaced_custom_object, group, release, namespace, "localqueues"

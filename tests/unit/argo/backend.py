@@ -46,6 +46,7 @@ def describe_backend(namespace: str) -> dict[str, Any]:
             describe_deployment("workflow-controller", "argo", CONTROLLER_IMAGE)
         ],
         f"/apis/argoproj.io/v1alpha1/namespaces/{namespace}/workflows": [],
+        KUEUE: {"groupVersion": KUEUE[6:], "resources": []},
         f"{KUEUE}/namespaces/{namespace}/localqueues": [*queues.values()],
         **{
             f"{KUEUE}/namespaces/{namespace}/localqueues/{name}": each

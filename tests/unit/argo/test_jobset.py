@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tuneloop.argo.lint import lint_workflow
-from tuneloop.cluster.queue_problems import compute_pod_requests
+from tuneloop.cluster.pod_requests import compute_pod_requests
 from tuneloop.cluster.run_workflows import find_queued_templates, prepare_workflow
 from tuneloop.cluster.schedule import apply_schedule
 from tuneloop.config.loading import find_pipeline

@@ -74,6 +74,12 @@ class Api(ThreadingHTTPServer):
         self.logs[name] = log
 
 
+def hold_pod(pod: dict[str, Any]) -> dict[str, Any]:
+    """Return a pod as Kueue's webhook changes it: it waits."""
+    pod["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    return pod
+
+
 def _has(item: dict[str, Any], selector: str) -> bool:
     """Whether an object has the label that one part of a selector names: ``a=b``, ``a!=b``, ``a`` or ``!a``."""
     labels, (key, equals, value) = item["metadata"].get("labels") or {}, selector.partition("=")
@@ -122,6 +128,8 @@ class Objects(Answering):
 
     def do_POST(self) -> None:
         body = self._body()
+        if urlsplit(self.path).path.endswith("/pods"):
+            return self._answer(201, hold_pod(body))
         match = PLACE.match(self.path)
         if match is None and not self.path.endswith("/secrets"):
             asked = body.get("spec", {}).get("resourceAttributes", {}).get("resource")
@@ -220,12 +228,16 @@ class Cluster(ThreadingHTTPServer):
     Attributes:
         objects: path → object, or list of objects; others do not exist.
         denied: path → resource that the account may not get or list there.
+        holds_pods: whether Kueue's webhook makes queued pods wait.
+        created: the objects that were sent, none of which is kept.
     """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Reading)
         self.objects: dict[str, Any] = {}
         self.denied: dict[str, str] = {}
+        self.holds_pods = True
+        self.created: list[dict[str, Any]] = []
 
     @property
     def url(self) -> str:
@@ -247,7 +259,17 @@ class Reading(Answering):
         self._answer(200 if found else 404, found or {"message": "not found"})
 
     def do_POST(self) -> None:
-        self._answer(201, {"spec": {}, "status": {"allowed": True}})  # a question about a right
+        url = urlsplit(self.path)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not url.path.endswith("/pods"):
+            # A question about a right.
+            return self._answer(201, {"spec": {}, "status": {"allowed": True}})
+        if url.path in self.server.denied:
+            words = 'User "somebody" cannot create resource "pods" in API group "" in the namespace'
+            return self._answer(403, {"message": f"pods is forbidden: {words}"})
+        assert parse_qs(url.query)["dryRun"] == ["All"]
+        self.server.created.append(body)
+        self._answer(201, hold_pod(body) if self.server.holds_pods else body)
 
 
 @contextmanager

@@ -192,3 +192,22 @@ def test_a_server_and_stages_on_one_quota_are_warned_of(backend: Cluster, capsys
         assert (
             capsys.readouterr().err.count("note: queue: 'tuneloop': gives rollout servers") == notes
         )
+
+
+def test_remedies_are_for_the_namespace_of_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Not for `tuneloop`, which is somebody else's."""
+    with serve_cluster() as server:
+        server.objects = describe_backend("team-a")
+        monkeypatch.setenv("KUBECONFIG", kubeconfig(server.url, tmp_path))
+        del server.objects["/api/v1/namespaces/team-a/serviceaccounts/tuneloop-stage"]
+        del server.objects["/api/v1/namespaces/team-a/secrets/tuneloop-store"]
+        assert run_cli(["doctor", "sft", "-n", "team-a"]) == 2
+        printed = capsys.readouterr().out
+        assert "overlays/local" not in printed
+        assert printed.count("kubectl apply -k manifests/overlays/team-a") == 2
+        assert "printf 'namespace: team-a\\nresources: [../../namespaced]" in printed
+        del server.objects["/api/v1/namespaces/team-a"]
+        assert run_cli(["doctor", "sft", "-n", "team-a"]) == 2
+        assert "kubectl create namespace team-a" in capsys.readouterr().out

@@ -1,11 +1,12 @@
 """What a ClusterQueue can never give, and what several runs can lock, told before anything is submitted."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.unit.argo.backend import KUEUE
-from tests.unit.cluster.api import connected, serve_cluster
+from tests.unit.cluster.api import Cluster, connected, serve_cluster
 from tuneloop.cluster.queue_problems import (
     find_queue_problems,
     find_queue_warnings,
@@ -44,6 +45,7 @@ def look(
             server.objects[f"{KUEUE}/namespaces/tuneloop/localqueues/{name}"] = {
                 "spec": {"clusterQueue": each}
             }
+        server.objects[KUEUE] = {"groupVersion": KUEUE[6:], "resources": []}
         for name, spec in specs.items():
             server.objects[f"{KUEUE}/clusterqueues/{name}"] = {"spec": spec}
         cluster, workflow = connected(server.url), {"spec": {"templates": templates}}
@@ -124,3 +126,94 @@ def test_a_server_that_may_borrow_of_stages(
         "b": cluster_queue(6, cohortName="c", **stages),
     }
     assert look(RUN, {"s": "a", "t": "b"}, specs) == ([], warned)
+
+
+def find_finding(server: Cluster, workflow: dict[str, Any]) -> str:
+    (problem,) = find_queue_problems(connected(server.url), workflow)
+    return str(problem)
+
+
+QUEUED: dict[str, Any] = {"spec": {"templates": [template("sft", 2)]}}
+
+
+def test_a_kueue_that_serves_an_older_version() -> None:
+    """`cohort` is the field of v1beta1."""
+    older = KUEUE.replace("v1beta2", "v1beta1")
+    with serve_cluster() as server:
+        server.objects = {
+            older: {"groupVersion": older[6:], "resources": []},
+            f"{older}/namespaces/tuneloop/localqueues/q": {"spec": {"clusterQueue": "cq"}},
+            f"{older}/clusterqueues/cq": {"spec": cluster_queue(1)},
+        }
+        assert (
+            "'nvidia.com/gpu: 2': is more than ClusterQueue cq can ever give (1)"
+            in find_finding(server, QUEUED)
+        )
+        spec = server.objects[f"{older}/clusterqueues/cq"]["spec"]
+        spec["cohort"] = "shared"
+        assert not list(find_queue_problems(connected(server.url), QUEUED)), "it may borrow"
+
+
+def test_a_cluster_without_kueue_orders_nothing() -> None:
+    with serve_cluster() as server:
+        finding = find_finding(server, QUEUED)
+    assert "queue: 'q': Kueue is not installed in test" in finding
+    assert "--set cluster.queue=" in finding
+    with serve_cluster() as server:
+        assert not list(find_queue_problems(connected(server.url), {"spec": {"templates": []}}))
+
+
+def test_a_kueue_that_lets_pods_start_at_once() -> None:
+    """Without its pod integration: neither the pod nor Kueue says anything."""
+    with serve_cluster() as server:
+        server.objects = {
+            KUEUE: {"groupVersion": KUEUE[6:], "resources": []},
+            f"{KUEUE}/namespaces/tuneloop/localqueues/q": {"spec": {"clusterQueue": "cq"}},
+            f"{KUEUE}/clusterqueues/cq": {"spec": cluster_queue(8)},
+        }
+        cluster = connected(server.url)
+        assert not list(find_queue_problems(cluster, QUEUED))
+        (probe,) = server.created
+        assert probe["metadata"]["labels"] == {QUEUE_LABEL: "q"}
+        assert probe["spec"]["securityContext"]["runAsNonRoot"]
+        server.holds_pods = False
+        finding = find_finding(server, QUEUED)
+        assert "Kueue does not make pods of namespace tuneloop wait" in finding
+        assert "integrations.frameworks: pod" in finding
+        server.denied = {"/api/v1/namespaces/tuneloop/pods": "pods"}
+        assert not list(find_queue_problems(cluster, QUEUED)), "this account may not ask"
+
+
+def test_a_missing_queue_in_a_namespace_of_ones_own_names_those_that_are_there() -> None:
+    with serve_cluster() as server:
+        server.objects = {
+            KUEUE: {"groupVersion": KUEUE[6:], "resources": []},
+            f"{KUEUE}/namespaces/team-a/localqueues": [
+                {"metadata": {"name": "gpu-pool", "creationTimestamp": "2026"}}
+            ],
+        }
+        cluster = replace(connected(server.url), namespace="team-a")
+        (problem,) = find_queue_problems(cluster, QUEUED)
+    assert "is not a LocalQueue of namespace team-a" in str(problem)
+    assert "--set cluster.queue=gpu-pool (here are gpu-pool)" in str(problem)
+    assert "namespace: tuneloop" not in str(problem) and "overlays/local" not in str(problem)
+
+
+def test_queues_that_this_account_may_not_see_are_said() -> None:
+    """A queue that does not exist would keep the pods waiting, and nothing would say so."""
+    local_queue = f"{KUEUE}/namespaces/tuneloop/localqueues/q"
+    with serve_cluster() as server:
+        server.objects = {
+            KUEUE: {"groupVersion": KUEUE[6:], "resources": []},
+            local_queue: {"spec": {"clusterQueue": "cq"}},
+        }
+        server.denied = {f"{KUEUE}/clusterqueues/cq": "clusterqueues"}
+        cluster = connected(server.url)
+        (warning,) = find_queue_warnings(cluster, QUEUED)
+        assert "a quota below nvidia.com/gpu 2 (the largest pod)" in str(warning)
+        server.denied = {local_queue: "localqueues"}
+        (warning,) = find_queue_warnings(cluster, QUEUED)
+        assert "if namespace tuneloop has no such LocalQueue, the pods wait for ever" in str(
+            warning
+        )
+        assert not list(find_queue_problems(cluster, QUEUED))

@@ -162,7 +162,7 @@ def _admits_others(objects: Objects) -> None:
             _no_cluster_queue,
             "queue",
             "is of the ClusterQueue tuneloop, which does not exist",
-            "kubectl apply -k",
+            "ask an admin of the cluster",
         ),
         (_admits_others, "queue", "does not admit namespace kubeflow", '["kubeflow", "tuneloop"]'),
     ],
