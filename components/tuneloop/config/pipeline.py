@@ -78,7 +78,9 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
 
     seed: int = Field(0, ge=0, description="every random stream of the run is derived from it")
     base_model: str = Field(
-        "tiny-qwen3", description="tiny-qwen3, tiny-llama, a Hugging Face directory or hub name"
+        "tiny-qwen3",
+        description="tiny-qwen3, tiny-llama, a Hugging Face directory (s3://…, too), a hub name, "
+        "or run://NAME/export",
     )
     processes: int = Field(
         1, ge=1, description="ranks of torchrun in a pod of the stages that train"

@@ -112,6 +112,7 @@ class Component:
     after: Callable[[Stage, Manifest], None] | None
     identity: Callable[[Any], JsonMapping] | None
     account: str = ""
+    resolve: Callable[[Any, str], JsonMapping] | None = None
 
     def __post_init__(self) -> None:
         function = self.function
@@ -320,10 +321,13 @@ class Component:
         path: Path | None,
     ) -> Stage:
         """Describe this attempt; `path` is its directory, by default that of a new draft."""
+        url = split_ref(out)[0]
+        if self.resolve:
+            resolved = self.resolve(params, url)
+            params = params.model_copy(update=dict(resolved))
         tracked = params.model_dump(mode="json", exclude=self.untracked)
         if self.identity:
             tracked |= self.identity(params)
-        url = split_ref(out)[0]
         attempt = _name_attempt()
         return Stage(
             name=self.name,
@@ -431,6 +435,7 @@ def component(
     after: Callable[[Stage, Manifest], None] | None = None,
     identity: Callable[[Any], JsonMapping] | None = None,
     account: str = "",
+    resolve: Callable[[Any, str], JsonMapping] | None = None,
 ) -> Callable[[Callable[..., Results | None]], Component]:
     """Make a stage of a typed function.
 
@@ -450,9 +455,20 @@ def component(
         identity: maps the parameters to what identifies the contents of a file that they name (it
             is no artifact).
         account: the ServiceAccount whose permissions its pod needs.
+        resolve: maps the parameters, and the output's URL, to the values of those that refer to
+            something which may change: the stage and its output's identity have these values.
     """
     return lambda function: Component(
-        function, kind, image, accelerator, role, results or {}, after, identity, account
+        function=function,
+        kind=kind,
+        image=image,
+        accelerator=accelerator,
+        role=role,
+        results=results or {},
+        after=after,
+        identity=identity,
+        account=account,
+        resolve=resolve,
     )
 
 

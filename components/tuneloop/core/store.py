@@ -326,6 +326,29 @@ class Store:
                     marks[key] = f"{status.st_mtime_ns} {status.st_size}"
         return marks
 
+    def list_files(self) -> dict[str, tuple[int, str]]:
+        """List the files directly below the URL: name → size in bytes, and a mark that changes
+        with what is in the file: an object's entity tag, a file's time of its last write.
+        """
+        files: dict[str, tuple[int, str]] = {}
+        with self._faults(""):
+            if self.root is None:
+                listing = obstore.list_with_delimiter(self._objects)
+                for meta in listing["objects"]:
+                    name = str(meta["path"])
+                    tag = str(meta["e_tag"])
+                    files[name] = (meta["size"], tag)
+                return files
+            if not self.root.is_dir():
+                return files
+            for entry in os.scandir(self.root):
+                if not entry.is_file():
+                    continue
+                status = entry.stat()
+                mark = str(status.st_mtime_ns)
+                files[entry.name] = (status.st_size, mark)
+            return files
+
     def stat(self) -> dict[str, tuple[int, float]]:
         """Return every key with its size in bytes and when it was last written, Unix seconds."""
         files: dict[str, tuple[int, float]] = {}

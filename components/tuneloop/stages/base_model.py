@@ -1,5 +1,5 @@
-"""The policy to start from: a Hugging Face model, or a tiny one made here with a tokenizer for the
-prompts.
+"""The policy to start from: a Hugging Face model, one of a store or of another run, or a tiny one
+made here with a tokenizer for the prompts.
 """
 
 import datetime
@@ -30,6 +30,7 @@ from tuneloop.formats.model_files import (
     copy_companions,
 )
 from tuneloop.formats.prompt_lengths import check_prompts
+from tuneloop.formats.stored_models import find_run_store, is_reference, open_model
 from tuneloop.formats.template_settings import (
     find_turn_end,
     fix_date,
@@ -74,6 +75,18 @@ def template_digest(params: Any) -> dict[str, str]:
     return {"chat_template_digest": hashlib.sha256(template.encode()).hexdigest()}
 
 
+def resolve_model(params: Any, output: str) -> dict[str, str]:
+    """Pin a reference to a model in a store to the bytes that it names now; other models have none.
+
+    Args:
+        params: of the stage.
+        output: the URL of its output, in whose store runs are looked for.
+    """
+    if not is_reference(params.model):
+        return {}
+    return {"model": open_model(params.model, find_run_store(output)).reference}
+
+
 def write_day(value: Any) -> Any:
     """Return a day that YAML has read as such as its text; anything else as it is."""
     return value.isoformat() if isinstance(value, datetime.date) else value
@@ -89,8 +102,8 @@ def check_date(text: str | None) -> str | None:
 ModelName = Annotated[
     str,
     Field(
-        description="tiny-qwen3, tiny-llama, a directory of a model or of adapters, or a hub "
-        "name, as hf://owner/name@revision"
+        description="tiny-qwen3, tiny-llama, a directory of a model or of adapters (s3://…, too), "
+        "hf://owner/name@revision, or run://NAME/export"
     ),
 ]
 Revision = Annotated[str | None, Field(description="branch, tag or commit on the hub")]
@@ -156,6 +169,7 @@ EngineContext = Annotated[
     results={"parameters": int},
     after=publish_checkpoint,
     identity=template_digest,
+    resolve=resolve_model,
 )
 def base_model(
     stage: Stage,
@@ -192,7 +206,7 @@ def base_model(
             be dropped; a directory without configuration, tokenizer or weights; adapters without
             their base model; an unknown hub name; a tiny model without prompts; a chat template
             that is none, or arguments that it does not have.
-        Retryable: the hub does not answer.
+        Retryable: the hub, or the store, does not answer.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -205,7 +219,7 @@ def base_model(
             policy = _make_tiny_model(stage, model, tokenizer, max_position_embeddings)
         else:
             pretrained = load_pretrained(model, revision, trust_remote_code, adapter_base)
-            note_adapter(stage, pretrained)
+            note_origin(stage, pretrained)
             policy = pretrained.model
             tokenizer = pretrained.tokenizer
         # They are written with the tokenizer, so that every stage and engine renders alike.
@@ -303,8 +317,12 @@ def write_canary(
     make_canary(policy, ids, origin).write(stage.out / FILE)
 
 
-def note_adapter(stage: Stage, pretrained: Pretrained) -> None:
-    """Record and say which model adapters were merged into."""
+def note_origin(stage: Stage, pretrained: Pretrained) -> None:
+    """Record and say which bytes of a store a model is, and which model adapters were merged into."""
+    source = pretrained.source
+    if source is not None:
+        stage.facts["model_digest"] = source.digest
+        stage.log(f"{source.url}: {len(source.files)} files, {source.digest}")
     if pretrained.adapter_base is None:
         return
     stage.facts["adapter_base"] = pretrained.adapter_base

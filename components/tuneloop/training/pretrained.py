@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tuneloop.formats.adapter_files import (
     read_adapter,
 )
 from tuneloop.formats.model_files import CARD, WEIGHTS, has_tokenizer, list_missing_parts
+from tuneloop.formats.stored_models import StoredModel, is_reference, open_model
 from tuneloop.training.merged import find_adapter_on_hub, merge_adapter
 
 FIELD = "base_model.model"
@@ -31,6 +32,8 @@ class Pretrained:
         directory: holds the files that both were read from; of adapters, those of the base model.
         adapter_base: the model under adapters that were merged; None: there were none.
         is_unchanged: whether there were adapters that change nothing.
+        source: the model in a store whose files lie in `directory`, which keeps them there; None:
+            it came from elsewhere.
     """
 
     model: Any
@@ -38,6 +41,7 @@ class Pretrained:
     directory: Path
     adapter_base: str | None = None
     is_unchanged: bool = False
+    source: StoredModel | None = None
 
     @property
     def surplus_tokens(self) -> list[str]:
@@ -57,12 +61,14 @@ def load_pretrained(
     trust_remote_code: bool,
     adapter_base: str | None = None,
 ) -> Pretrained:
-    """Load a model and its tokenizer from a directory or the hub. Adapters of peft are merged into
-    their base model, `adapter_base` or the one that they name.
+    """Load a model and its tokenizer from a directory, a store or the hub. Adapters of peft are
+    merged into their base model, `adapter_base` or the one that they name.
 
     Raises UserError: a directory that lacks a file, weights or a tokenizer that cannot be loaded or
     do not fit, a name that the hub does not have or give, adapters without a base model.
-    Raises Retryable: the hub does not answer."""
+    Raises Retryable: the hub, or the store, does not answer."""
+    if is_reference(address):
+        return _load_stored(address, revision, trust_remote_code, adapter_base)
     name, revision = split_hub_address(FIELD, address, revision)
     _check_directory(name)
     with explain_failures(FIELD, name):
@@ -73,6 +79,26 @@ def load_pretrained(
         remedy = f"is for adapters (peft), and {name} is a whole model; leave it out"
         raise UserError(SETTING, adapter_base, remedy)
     return _load_whole(name, revision, trust_remote_code)
+
+
+def _load_stored(
+    address: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    adapter_base: str | None,
+) -> Pretrained:
+    """Load a model in a store, after its files were brought here; errors have its `address`."""
+    if revision is not None:
+        remedy = f"is for a name on the hub, and {address} is in a store; leave it out"
+        raise UserError("model.revision", revision, remedy)
+    source = open_model(address)
+    directory = str(source.fetch())
+    try:
+        pretrained = load_pretrained(directory, None, trust_remote_code, adapter_base)
+    except UserError as error:
+        value = address if error.value == directory else error.value
+        raise UserError(error.field, value, error.remedy) from error
+    return replace(pretrained, source=source)
 
 
 def _find_adapter(name: str, revision: str | None) -> AdapterFiles | None:

@@ -12,7 +12,8 @@ from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import Artifact, Draft, dump_checked_json
 from tuneloop.core.errors import Corrupt
 from tuneloop.core.store import Store
-from tuneloop.extensions.provenance.promotion import promote_version, read_history
+from tuneloop.extensions.provenance.promotion import promote_version
+from tuneloop.formats.promotions import read_history
 from tuneloop.runs.retention import delete_leftovers, find_leftovers
 from tuneloop.runs.run_record import Run
 

@@ -104,7 +104,7 @@ def list_promotions(
 
     The newest of a name is the one that the name stands for now; the others are its history.
     """
-    from tuneloop.extensions.provenance.promotion import read_history
+    from tuneloop.formats.promotions import read_history
 
     history, _ = read_history(Store(store))
     promotions = [item for item in reversed(history) if promoted in (None, item["name"])]

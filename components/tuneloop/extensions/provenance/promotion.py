@@ -1,45 +1,20 @@
-"""Promotions: names such as ``production`` for weight versions that passed a gate.
-
-``<store>/promoted.json`` lists all promotions, the newest last; it is only appended to.
-"""
+"""Promotions: names for weight versions that passed a gate (`tuneloop.formats.promotions`)."""
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import FiniteFloat
-from typing_extensions import TypedDict
-
-from tuneloop.core.artifacts import Artifact, dump_checked_json, load_checked_json
+from tuneloop.core.artifacts import Artifact, dump_checked_json
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Conflict, Store
 from tuneloop.extensions.provenance.questions import find_artifact
+from tuneloop.formats.promotions import KEY, find_newest, read_history
 from tuneloop.runs.audit import prove_chain
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.records import check_name
 from tuneloop.runs.run_record import Run
 from tuneloop.training.old_checkpoints import pin_artifact
-
-KEY = "promoted.json"
-
-# The record of a promotion: the version that was named, and the evaluation whose results
-# (`figures`) reached the
-# minima (`least`). Its fields are keys of a file, so they are not renamed.
-Promotion = TypedDict(  # noqa: UP013
-    "Promotion",
-    {
-        "name": str,
-        "run": str,
-        "version": int,
-        "ref": str,
-        "least": dict[str, float],
-        "figures": dict[str, float | bool],
-        "evaluation": str,
-        "who": str,
-        "time": FiniteFloat,
-    },
-)
 
 
 def promote_version(
@@ -123,7 +98,7 @@ def _record_promotion(
     """
     while True:
         history, data = read_history(store)
-        newest = _find_newest(history, promotion["name"])
+        newest = find_newest(history, promotion["name"])
         if all(newest.get(key) == promotion[key] for key in ("ref", "evaluation", "least")):
             return newest
         history.append(promotion)
@@ -133,29 +108,3 @@ def _record_promotion(
             # Another promotion was recorded meanwhile: append to that.
             continue
         return promotion
-
-
-def _find_newest(
-    history: Sequence[dict[str, Any]],
-    name: str,
-) -> dict[str, Any]:
-    """Return the newest promotion of a name; an empty record if there is none."""
-    for promotion in reversed(history):
-        if promotion["name"] == name:
-            return promotion
-    return {}
-
-
-def read_history(store: Store) -> tuple[list[dict[str, Any]], bytes | None]:
-    """Read all promotions in a store.
-
-    Returns:
-        The promotions, oldest first, and the file's bytes; none and None if nothing was promoted.
-
-    Raises:
-        Corrupt: the file is damaged.
-    """
-    data = store.get(KEY)
-    shape = {"promotions": list[Promotion]}
-    history = load_checked_json(data, KEY, store.url, "restore it from a copy", shape)
-    return history.get("promotions", []), data
