@@ -177,9 +177,11 @@ class _Handler(BaseHTTPRequestHandler):
             name = os.urandom(8).hex()
             text = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"
         elif "delete" in query:
-            for name in re.findall(r"<Key>(.*?)</Key>", body):
+            names = re.findall(r"<Key>(.*?)</Key>", body)
+            for name in names:
                 self.server.path(f"{key}/{name}").unlink(missing_ok=True)
-            text = "<DeleteResult></DeleteResult>"
+            deleted = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
+            text = f"<DeleteResult>{deleted}</DeleteResult>"
         else:
             with self.server.path(key).open("wb") as out:
                 for part in self.server.keys(f".parts/{query['uploadId']}/"):

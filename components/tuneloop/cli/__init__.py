@@ -24,6 +24,7 @@ from tuneloop.cli import (
     inspect,
     kfp,
     prove,
+    store,
     ui,
     watch,
     weights,
@@ -80,6 +81,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "ui": ui.serve_ui,
 }
 GROUPS: dict[str, typer.Typer] = {
+    "store": store.app,
     "weights": weights.app,
     "endpoint": endpoint.app,
     "fleet": fleet.app,

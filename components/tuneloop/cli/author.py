@@ -22,7 +22,9 @@ def plan_pipeline(
     measured: Annotated[
         str | None, typer.Option(metavar="RUN", help="Use the times of this run's stages.")
     ] = None,
-    store: Annotated[str, typer.Option(help="Store of that run.")] = "runs",
+    store: Annotated[
+        str, typer.Option(help="Store of that run, and of a base model run://RUN.")
+    ] = "runs",
     price: Annotated[
         float | None,
         typer.Option(
@@ -54,7 +56,7 @@ def plan_pipeline(
 
     definition = find_pipeline(pipeline)
     machine = choose_machine(definition.read_values(config, sets or ()))
-    configured = definition.configure_for(machine, config, sets or ())
+    configured = definition.configure_for(machine, config, sets or (), store)
     workflow = definition.build(configured.settings)
     # A price is that of an hour: without hours there is no cost.
     if price is not None and measured is None and device is None:

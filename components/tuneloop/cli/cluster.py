@@ -197,12 +197,15 @@ def schedule_pipeline(
     from tuneloop.cluster.schedule import apply_schedule
     from tuneloop.config.loading import find_pipeline
     from tuneloop.planning.limits import find_limits, read_pods
+    from tuneloop.planning.pod_paths import list_mounted_paths
 
     definition = find_pipeline(pipeline)
     settings = definition.configure(config, sets or ())
     workflow = definition.build(settings)
     # It runs when nobody watches: an estimate that the user would ignore counts, too.
-    check_limits(find_limits(settings, workflow, read_pods(settings)), ignore=False)
+    mounts = list_mounted_paths(workflow)
+    limits = find_limits(settings, workflow, read_pods(settings), mounts=mounts)
+    check_limits(limits, ignore=False)
     apply_schedule(
         connect_to_cluster(namespace, context),
         workflow,

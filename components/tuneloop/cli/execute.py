@@ -154,7 +154,7 @@ def run_pipeline(
 
     definition = find_pipeline(pipeline)
     machine = read_machine()
-    configured = definition.configure_for(machine, config, sets or ())
+    configured = definition.configure_for(machine, config, sets or (), store)
     resolved = dump_settings(configured.settings)
     if name is None:
         name = f"{definition.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -87,7 +87,7 @@ def submit_run(
 
     # KFP would take any name, but the folder of the run in the store has it, too.
     check_name(run, "--run")
-    compiled, _ = build_kfp_pipeline(pipeline, config, sets)
+    compiled, _ = build_kfp_pipeline(pipeline, config, sets, submitted=True)
     run_id = client.submit_run(
         client.connect_to_kfp(endpoint),
         compiled,
@@ -124,7 +124,7 @@ def schedule_pipeline(
     """
     from tuneloop.kfp.schedule import create_schedule
 
-    compiled, settings = build_kfp_pipeline(pipeline, config, sets)
+    compiled, settings = build_kfp_pipeline(pipeline, config, sets, submitted=True)
     create_schedule(
         client.connect_to_kfp(endpoint),
         compiled,
@@ -195,9 +195,15 @@ def stop_run(run: RUN, endpoint: ENDPOINT = None) -> None:
 
 
 def build_kfp_pipeline(
-    pipeline: str, config: list[Path] | None, sets: list[str] | None
+    pipeline: str,
+    config: list[Path] | None,
+    sets: list[str] | None,
+    *,
+    submitted: bool = False,
 ) -> tuple[Any, Any]:
     """Build a pipeline by name, and return it in the form that kfp compiles, and its settings.
+
+    With `submitted` it is about to be sent: settings that name paths of this machine are refused.
 
     Raises:
         UserError: the pipeline has no form for KFP, kfp is not installed, a setting is wrong, or
@@ -213,10 +219,12 @@ def build_kfp_pipeline(
             "pipeline", pipeline, "has no build_kfp(config): it cannot run on Kubeflow Pipelines"
         )
     client.check_kfp_is_installed()
-    settings = definition.configure(config, sets or ())
+    settings: Any = definition.configure(config, sets or ())
     compiled = definition.module.build_kfp(settings)
     # What the pods need is read from the Argo form: both are made from the same stages.
-    limits = find_limits(settings, definition.build(settings), read_pods(settings))
+    workflow = definition.build(settings)
+    mounts = list(settings.kfp.volumes.values()) if submitted else None
+    limits = find_limits(settings, workflow, read_pods(settings), mounts=mounts)
     check_limits(limits, ignore=False)
     return compiled, settings
 

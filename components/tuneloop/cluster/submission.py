@@ -19,6 +19,7 @@ from tuneloop.core.json_types import JsonObject
 from tuneloop.inference.fleet.graph import bring_up, find_api_version, render_graph
 from tuneloop.kube.connection import Connection
 from tuneloop.planning.limits import Limit, find_limits, read_pods
+from tuneloop.planning.pod_paths import list_mounted_paths
 from tuneloop.runs.forking import begin_workflow, record_fork
 from tuneloop.runs.run_record import Run
 from tuneloop.workflow.settings import RUN_LABEL
@@ -91,7 +92,7 @@ class Submission:
                 f"engine.weights.fleet={address}",
             ]
         # The user's assignments come last, so that they win.
-        settings = pipeline.configure(config, fleet_sets + list(sets))
+        settings = pipeline.configure(config, fleet_sets + list(sets), store)
         workflow = (
             begin_workflow(pipeline, settings, origin, iteration)
             if origin
@@ -99,7 +100,8 @@ class Submission:
         )
         if graph:
             add_graph_end(workflow, settings.cluster)  # type: ignore[attr-defined]
-        limits = find_limits(settings, workflow, read_pods(settings))
+        mounts = list_mounted_paths(workflow)
+        limits = find_limits(settings, workflow, read_pods(settings), mounts=mounts)
         prepared = prepare_workflow(
             workflow, run=run, store=store, namespace=namespace, priority=priority
         )

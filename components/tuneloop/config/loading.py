@@ -27,6 +27,8 @@ from tuneloop.config.rules import follow_model, list_doubts, list_unknowns
 from tuneloop.config.sections import KIND, expand_texts
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
+from tuneloop.core.store import normalize_url
+from tuneloop.formats.stored_models import RUN, open_model
 from tuneloop.workflow.pod_hook import list_pod_hooks
 
 Files = Path | Sequence[Path] | None
@@ -61,7 +63,12 @@ class Pipeline:
         """The class of its configuration, with the sections that extensions add."""
         return extend_config(self.module.Config)
 
-    def configure(self, files: Files = None, sets: Iterable[str] = ()) -> BaseModel:
+    def configure(
+        self,
+        files: Files = None,
+        sets: Iterable[str] = (),
+        store: str | None = None,
+    ) -> BaseModel:
         """Make the configuration: defaults, then `files`, then `sets`.
 
         What all of these leave out follows the base model, and the pods that the settings describe.
@@ -70,19 +77,29 @@ class Pipeline:
             files: YAML files with keys of the configuration; later ones win
                 (`tuneloop.config.merging`).
             sets: ``a.b=value`` each, whose value is parsed as YAML.
+            store: where the run will commit, if that is known: a base model ``run://…`` is
+                looked up there, and the settings have its address with the digest.
 
         Raises:
             UserError: an unreadable file, a value that is no YAML, an unknown key, a wrong type or
                 an impossible value.
         """
-        return self.configure_for(None, files, sets).settings
+        return self.configure_for(None, files, sets, store).settings
 
     def configure_for(
-        self, machine: Machine | None, files: Files = None, sets: Iterable[str] = ()
+        self,
+        machine: Machine | None,
+        files: Files = None,
+        sets: Iterable[str] = (),
+        store: str | None = None,
     ) -> Configured:
         """Make the configuration as `configure` does, with what follows the base model and
         `machine`; None for the pods that the settings describe."""
         values = self.read_values(files, sets)
+        name = values.get("base_model")
+        if store and isinstance(name, str) and name.startswith(RUN):
+            model = open_model(name, normalize_url(store))
+            values["base_model"] = model.reference
         followed = follow_model(self.Config, values, machine)
         settings = self.validate(merge_followed(values, followed))
         notes = list_unknowns(self.Config, values)

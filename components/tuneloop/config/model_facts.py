@@ -1,8 +1,8 @@
 """What is known of a base model without loading it: its shape, context, dtype and chat template.
 
 Everything is read from the files beside the weights and from the headers of the weights. The model
-may be a directory here, or a hub name whose files are in the hub's cache; of any other model
-nothing is known, and nothing is fetched."""
+may be a directory here, one of a store, or a hub name whose files are in the hub's cache; of any
+other model nothing is known. Of a store these files and headers are fetched, and nothing else."""
 
 import json
 import os
@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tuneloop.config.stored_facts import preview_model
 from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.formats.adapter_files import STACKED, explain_base, read_adapter
+from tuneloop.formats.stored_models import is_reference
 from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
 from tuneloop.stages.export import count_parameters
 from tuneloop.training.options import LOGITS
@@ -80,6 +82,8 @@ class ModelFacts:
         dtype: of its weights, as torch names it; None: not known.
         has_chat_template: None: not known.
         stop_ids: token ids that its generation_config.json ends a completion with.
+        problem: why nothing is known of a model in a store.
+        holds_in_pods: whether pods cannot read that model, either.
     """
 
     name: str
@@ -89,6 +93,8 @@ class ModelFacts:
     dtype: str | None = None
     has_chat_template: bool | None = None
     stop_ids: tuple[int, ...] = ()
+    problem: UserError | None = None
+    holds_in_pods: bool = False
 
     @property
     def is_demo(self) -> bool:
@@ -108,7 +114,8 @@ def read_model_facts(
     """Read what is known of the base model `name`.
 
     Args:
-        name: a directory, a hub name, or a model that is made here.
+        name: a directory, a hub name, a reference to a model in a store, or a model that is made
+            here.
         revision: of a hub name.
         adapter_base: the model under adapters; None: the one that they name.
         vocab_size: of a tiny model; None: the default of the stage `base_model`.
@@ -119,6 +126,16 @@ def read_model_facts(
     """
     if name in TINY:
         return describe_tiny_model(name, vocab_size, max_position_embeddings)
+    if is_reference(name):
+        preview = preview_model(name)
+        if preview.problem is not None:
+            return ModelFacts(
+                name=name,
+                directory=None,
+                shape=f"{name}: not estimated, it {preview.problem.remedy}",
+                problem=preview.problem,
+                holds_in_pods=preview.holds_in_pods,
+            )
     directory = find_model_directory(name, revision)
     adapter = read_adapter(directory) if directory else None
     # What is trained is the model under adapters; only a chat template may be their own.
@@ -172,8 +189,10 @@ def describe_tiny_model(
 
 
 def find_model_directory(name: str, revision: str | None = None) -> Path | None:
-    """Find the directory of a model: the path itself, or the snapshot of a hub name in the hub's
-    cache."""
+    """Find the directory of a model: the path itself, the preview of one in a store, or the
+    snapshot of a hub name in the hub's cache."""
+    if is_reference(name):
+        return preview_model(name).directory
     if Path(name).is_dir():
         return Path(name)
     hub_name, hub_revision = split_hub_address("base_model", name, revision)

@@ -71,7 +71,12 @@ def list_unknowns(config: Any, values: JsonMapping) -> list[str]:
     facts = read_base_model(config, values)
     if facts.is_demo:
         return []
-    # Nothing is fetched for a plan, which has to work offline.
+    if facts.problem is not None:
+        return [
+            f"{facts.name}: its context, size and chat template are not known, and data.chat stays "
+            f"as it is: it {facts.problem.remedy}"
+        ]
+    # Nothing is fetched from the hub for a plan, which has to work offline.
     if facts.directory is None:
         return [
             f"{facts.name} is not here: its context, size and chat template are not known, and "

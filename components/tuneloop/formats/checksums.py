@@ -11,6 +11,8 @@ from tuneloop.core.errors import UserError
 
 SUMS = "SHA256SUMS"
 """The name of the file."""
+CLAIM = f".{SUMS}.partial"
+"""The name of a file of sums beside files that are still on their way."""
 LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
 
 

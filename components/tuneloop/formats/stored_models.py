@@ -33,7 +33,7 @@ from tuneloop.core.artifacts import (
 )
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import BUCKET_SCHEMES, Store, is_contained_path, local_path
-from tuneloop.formats.checksums import SUMS, parse_sums
+from tuneloop.formats.checksums import CLAIM, SUMS, parse_sums
 from tuneloop.formats.model_files import holds_weights
 from tuneloop.formats.promotions import find_newest, read_history
 
@@ -301,6 +301,9 @@ def _open_directory(
     """Open a directory, whose files and their marks are the `listing`."""
     if not listing:
         remedy = "has no files; correct the address, or bring them by `tuneloop store put`"
+        raise UserError(FIELD, reference, remedy)
+    if CLAIM in listing:
+        remedy = "is not whole: its upload goes on, or run `tuneloop store put` again"
         raise UserError(FIELD, reference, remedy)
     if listing.keys().isdisjoint(CONFIGS):
         remedy = f"has no {CONFIGS[0]}; name the directory of a model"

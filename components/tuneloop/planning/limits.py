@@ -26,9 +26,11 @@ from tuneloop.data.readers.opening import is_on_hub, list_files
 from tuneloop.data.sources import FILES, is_source_name
 from tuneloop.formats.adapter_files import AdapterFiles, is_path, read_adapter
 from tuneloop.formats.model_files import list_missing_parts
+from tuneloop.formats.stored_models import is_reference
 from tuneloop.formats.template_settings import read_template
 from tuneloop.planning.adapters import check_target_modules
 from tuneloop.planning.plan import describe_parts
+from tuneloop.planning.pod_paths import check_file_path, check_model_path
 from tuneloop.planning.pods import PlannedPods, list_planned_pods
 from tuneloop.planning.warmup import find_long_warmup
 from tuneloop.runs.summary import format_size
@@ -73,12 +75,14 @@ class CheckedRun:
         pods: the stages and servers that run.
         facts: what is known of the base model.
         machine: what it all runs on.
+        mounts: paths of the pods' volumes; None: the run is not about to be submitted.
     """
 
     settings: BaseModel
     pods: PlannedPods
     facts: ModelFacts
     machine: Machine
+    mounts: Sequence[str] | None = None
 
     def name_setting(self, stage: StagePlan, parameter: str) -> str:
         """Return the setting of a stage's parameter: its section's, where the configuration has
@@ -97,10 +101,18 @@ class CheckedRun:
         return f"{name}.{parameter}"
 
 
-def find_limits(settings: BaseModel, workflow: JsonMapping, machine: Machine) -> list[Limit]:
+def find_limits(
+    settings: BaseModel,
+    workflow: JsonMapping,
+    machine: Machine,
+    *,
+    mounts: Sequence[str] | None = None,
+) -> list[Limit]:
     """Return what a run of a rendered workflow would break, on this machine or in pods.
 
-    Of a workflow without a plan, as one that was drawn by hand, nothing is known.
+    With `mounts`, the paths of the pods' volumes, the run is about to be submitted: then a setting
+    that names a path of this machine is refused. Of a workflow without a plan, as one that was
+    drawn by hand, nothing is known.
     """
     plan = find_plan(workflow)
     if plan is None:
@@ -113,6 +125,7 @@ def find_limits(settings: BaseModel, workflow: JsonMapping, machine: Machine) ->
         pods=pods,
         facts=pods.facts,
         machine=machine,
+        mounts=mounts,
     )
     # By their text: two stages that share a setting would yield the same line twice.
     limits: dict[str, Limit] = {}
@@ -133,8 +146,16 @@ def read_pods(settings: BaseModel) -> Machine:
 
 
 def check_base_model(run: CheckedRun) -> Iterator[UserError]:
-    """Find a base model that is neither a complete directory here nor a name on the hub."""
-    name = run.facts.name
+    """Find a base model that is neither a complete directory, here or in a store, nor a name on the
+    hub."""
+    facts = run.facts
+    name = facts.name
+    if is_reference(name):
+        if facts.problem is None:
+            yield from check_model_files(run, name, facts.directory)
+        elif facts.holds_in_pods or not run.machine.is_cluster:
+            yield facts.problem
+        return
     # Which directories pods see is not known.
     if run.machine.is_cluster or name in TINY:
         return
@@ -143,6 +164,13 @@ def check_base_model(run: CheckedRun) -> Iterator[UserError]:
         if is_path(name):
             remedy = "is not a directory here; name one, or a model of the hub"
             yield UserError("base_model", name, remedy)
+        return
+    yield from check_model_files(run, name, directory)
+
+
+def check_model_files(run: CheckedRun, name: str, directory: Path | None) -> Iterator[UserError]:
+    """Find what the directory of the base model lacks."""
+    if directory is None:
         return
     adapter = read_adapter(directory)
     if adapter is not None:
@@ -159,6 +187,28 @@ def check_adapter_base(run: CheckedRun, adapter: AdapterFiles) -> Iterator[UserE
         adapter.choose_base(run.facts.name, stage.parameters.get("adapter_base"))
     except UserError as error:
         yield error
+
+
+def check_pod_paths(run: CheckedRun) -> Iterator[UserError]:
+    """Find paths of this machine in the settings of a run that is about to be submitted."""
+    if run.mounts is None:
+        return
+    for stage in run.pods.list_stages_of(base_model):
+        if run.facts.name not in TINY:
+            yield from check_model_path("base_model", run.facts.name, run.mounts)
+        base = stage.parameters.get("adapter_base")
+        if base is not None:
+            setting = run.name_setting(stage, "adapter_base")
+            yield from check_model_path(setting, base, run.mounts)
+        template = stage.parameters.get("chat_template")
+        if template is not None:
+            setting = run.name_setting(stage, "chat_template")
+            yield from check_file_path(setting, template, run.mounts)
+    for stage in run.pods.list_stages_of(data_prep):
+        for source in list_data_sources(stage):
+            setting = run.name_setting(stage, source.setting)
+            for address in source.addresses:
+                yield from check_file_path(setting, address, run.mounts)
 
 
 def check_adapters(run: CheckedRun) -> Iterator[UserError]:
@@ -472,6 +522,7 @@ def suggest_savings(pod: PodPlan) -> str:
 
 CHECKS = (
     check_base_model,
+    check_pod_paths,
     check_adapters,
     check_conversations,
     check_chat_template,

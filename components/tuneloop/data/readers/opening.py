@@ -83,11 +83,17 @@ def _is_for_datasets(address: str) -> bool:
 
 def list_files(pattern: str, split: str) -> list[str]:
     """List the files that a path, a glob, or a folder's `split` names, sorted. Raises UserError."""
-    if local_path(pattern) is None:
-        return [pattern]
     folder = Path(pattern)
-    if folder.is_dir():
-        readable = [str(file) for file in folder.rglob("*") if _find_suffix(file.name)]
+    is_stored = local_path(pattern) is None
+    if is_stored and _find_suffix(pattern):
+        return [pattern]
+    if is_stored or folder.is_dir():
+        if is_stored:
+            url = pattern.rstrip("/")
+            keys = Store(url).keys()
+            readable = [f"{url}/{key}" for key in keys if _find_suffix(key)]
+        else:
+            readable = [str(file) for file in folder.rglob("*") if _find_suffix(file.name)]
         files = _choose_split(sorted(readable), pattern, split)
         if readable and not files:
             raise UserError("data", pattern, f"no file of the split {split!r} is there")

@@ -118,7 +118,7 @@ class Sweep:
         for run_name, values in combinations.items():
             own_sets = [f"{key}={value}" for key, value in values.items()]
             all_sets = list(sets) + own_sets
-            workflow = pipeline.build(pipeline.configure(config, all_sets))
+            workflow = pipeline.build(pipeline.configure(config, all_sets, store))
             # The iteration after the last one needs no decision: the loop is over.
             end = _read_iterations(workflow) if judge_from else 0
             judged = range(judge_from or 0, end)

@@ -1,0 +1,118 @@
+"""What is read of a base model in a store before a run: the configuration files, and the headers of
+the weights.
+
+They are written to a directory that looks like the model's to whoever reads names, sizes, JSON and
+headers. Weights and tokenizers in it are holes of the right size.
+"""
+
+import functools
+import os
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuneloop.core import cache
+from tuneloop.core.artifacts import DIGEST
+from tuneloop.core.errors import NoKeys, Retryable, UserError
+from tuneloop.core.store import local_path
+from tuneloop.formats.stored_models import FIELD, RUN, StoredModel, open_model
+from tuneloop.weights.layout import build_blame, parse_header
+
+PREVIEWS = "previews"
+"""The directory of previews below the cache."""
+READ = (".json", ".jinja")
+"""Ends of the names of files that are read."""
+LARGEST = 1 << 20
+"""Bytes of the largest of these: a tokenizer may be larger, and nothing is read in it."""
+READERS = 8
+"""Files that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What is known of a base model in a store.
+
+    Attributes:
+        directory: has what is read of it; None: it cannot be read.
+        problem: why it cannot be read.
+        holds_in_pods: whether pods cannot read it, either: they may have other keys and files.
+    """
+
+    directory: Path | None
+    problem: UserError | None = None
+    holds_in_pods: bool = False
+
+
+# A command reads the facts of its model several times, and asks the store once.
+@functools.lru_cache(maxsize=16)
+def preview_model(reference: str) -> Preview:
+    """Read what is known of the base model in a store that `reference` names."""
+    if reference.startswith(RUN):
+        remedy = "is read where the store is known: by `plan --store`, `run` and `submit`"
+        return Preview(None, UserError(FIELD, reference, remedy))
+    try:
+        model = open_model(reference)
+        return Preview(write_preview(model))
+    except NoKeys as error:
+        return Preview(None, UserError(FIELD, reference, error.mistake.remedy))
+    except Retryable as error:
+        return Preview(None, UserError(FIELD, reference, f"cannot be read from here ({error})"))
+    except UserError as error:
+        # The store refuses these keys or this network; there may be others where the run will be.
+        is_refusal = error.field == "store" and "NoSuchBucket" not in error.remedy
+        is_local = reference.startswith("file:")
+        problem = error
+        if error.field == "store":
+            problem = UserError(FIELD, reference, error.remedy)
+        return Preview(None, problem, holds_in_pods=not (is_refusal or is_local))
+
+
+def write_preview(model: StoredModel) -> Path:
+    """Write the preview of a model into the cache, and return its directory.
+
+    Raises Corrupt: a file with weights has no header, or another one than its size says.
+    """
+    root = local_path(model.url)
+    if root is not None:
+        return root / model.folder
+    name = model.digest.removeprefix(f"{DIGEST}:")
+    directory = cache.open_directory(PREVIEWS) / name
+    if directory.is_dir():
+        return directory
+    directory.parent.mkdir(exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{name[:8]}-", dir=directory.parent))
+    write = functools.partial(_write_file, model, partial)
+    try:
+        with ThreadPoolExecutor(READERS) as pool:
+            # The list raises what a thread has raised.
+            list(pool.map(write, model.files))
+        partial.rename(directory)
+    except OSError:
+        # Another process was faster.
+        if not directory.is_dir():
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return directory
+
+
+def _write_file(model: StoredModel, directory: Path, name: str) -> None:
+    """Write what is read of one file of a model; the other bytes are a hole."""
+    size = model.files[name].size
+    data = b""
+    if name.endswith(".safetensors"):
+        with model.open(name) as file:
+            blame = build_blame(f"{model.url}/{name}")
+            parse_header(file, name, blame)
+            file.seek(0)
+            # Eight bytes have the length of the header that follows them.
+            length = file.read(8)
+            data = length + file.read(int.from_bytes(length, "little"))
+    elif name.endswith(READ) and size <= LARGEST:
+        with model.open(name) as file:
+            data = file.read()
+    path = directory / name
+    path.write_bytes(data)
+    os.truncate(path, size)

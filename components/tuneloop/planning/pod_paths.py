@@ -1,0 +1,62 @@
+"""Paths of this machine in the settings of a run that pods carry out: pods do not see them."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.store import local_path
+from tuneloop.data.readers.opening import is_on_hub
+from tuneloop.formats.adapter_files import is_path
+from tuneloop.formats.stored_models import is_reference
+
+REMEDY = (
+    "is a path of this machine, which pods do not see: bring it into a store by "
+    "`tuneloop store put DIRECTORY s3://BUCKET/NAME` and name it there, or name a path below a "
+    "volume of the pods"
+)
+IN_IMAGE = "; a directory of the image is file:///PATH"
+
+
+def list_mounted_paths(workflow: JsonMapping) -> list[str]:
+    """List the paths at which the pods of a rendered workflow have volumes that outlive them."""
+    spec = workflow["spec"]
+    paths: set[str] = set()
+    for template in spec.get("templates", ()):
+        volumes: list[JsonMapping] = list(spec.get("volumes", ()))
+        volumes += template.get("volumes", ())
+        # What is empty at a pod's start has nobody's files.
+        lasting = {volume["name"] for volume in volumes if "emptyDir" not in volume}
+        container = template.get("container") or {}
+        for mount in container.get("volumeMounts", ()):
+            if mount["name"] in lasting:
+                paths.add(mount["mountPath"])
+    return sorted(paths)
+
+
+def check_model_path(setting: str, name: str, mounts: Sequence[str]) -> Iterator[UserError]:
+    """Find a base model that is a path, and not below a volume of the pods."""
+    if is_reference(name) and "://" in name:
+        return
+    # A directory here may have the form of a name on the hub, which pods would take it for.
+    is_local = is_path(name) or Path(name).exists()
+    if is_local and not is_below(name, mounts):
+        yield UserError(setting, name, REMEDY + IN_IMAGE)
+
+
+def check_file_path(setting: str, address: str, mounts: Sequence[str]) -> Iterator[UserError]:
+    """Find a file of the data, or of a chat template, that lies on this machine.
+
+    A path that is not here may be one of the image.
+    """
+    if is_on_hub(address) or local_path(address) is None:
+        return
+    is_relative = not address.startswith(("/", "file:"))
+    is_local = is_relative or Path(address).exists()
+    if is_local and not is_below(address, mounts):
+        yield UserError(setting, address, REMEDY)
+
+
+def is_below(path: str, mounts: Sequence[str]) -> bool:
+    """Return whether an absolute path lies at or below one of several others."""
+    return any(PurePosixPath(path).is_relative_to(mount) for mount in mounts)
