@@ -14,7 +14,7 @@ from tuneloop.algorithms._preference import Preference
 from tuneloop.cli.pipeline_file import make_builders, render_file
 from tuneloop.config.algorithms import choose_algorithm
 from tuneloop.config.pipeline import SET_BY_PIPELINE, PipelineConfig, Tokenize
-from tuneloop.config.trainer import TRAINER_SETTINGS, TrainerConfig
+from tuneloop.config.trainer import SET_FOR_TRAINERS, TrainerConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.evaluate import evaluate
@@ -25,8 +25,7 @@ from tuneloop.stages.sft import sft
 from tuneloop.stages.tokenize_data import tokenize_data
 from tuneloop.workflow.loop import Graph, StageSpec
 
-GIVEN = SET_BY_PIPELINE.union(TRAINER_SETTINGS)
-TUNING = sft.settings(without=GIVEN)
+TUNING = sft.settings(without=SET_FOR_TRAINERS)
 
 Config: Any = PipelineConfig.with_sections(
     tokenize=(Tokenize, False),
@@ -34,8 +33,10 @@ Config: Any = PipelineConfig.with_sections(
     model=base_model.settings(without=SET_BY_PIPELINE),
     trainer=TrainerConfig,
     sft=(TUNING | None, TUNING()),
-    reference=reference_logprobs.settings(without=GIVEN | {"mismatched_pairs", "max_length"}),
-    preference=choose_algorithm(preference.settings(without=GIVEN), Preference),
+    reference=reference_logprobs.settings(
+        without=SET_FOR_TRAINERS | {"mismatched_pairs", "max_length"}
+    ),
+    preference=choose_algorithm(preference.settings(without=SET_FOR_TRAINERS), Preference),
     evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
     export=export.settings(),
 )

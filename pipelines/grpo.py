@@ -27,7 +27,7 @@ from tuneloop.cli.pipeline_file import make_builders, render_file
 from tuneloop.config.algorithms import choose_algorithm
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import PAIRS, SET_BY_PIPELINE
-from tuneloop.config.trainer import TRAINER_SETTINGS, TrainerConfig
+from tuneloop.config.trainer import SET_FOR_TRAINERS, TrainerConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.deploy_model import deploy_model
@@ -44,9 +44,7 @@ Config: Any = LoopPipelineConfig.with_sections(
     rollout=rollout.settings(without=SET_BY_PIPELINE, max_tokens=8),
     reward=reward.settings(),
     trainer=TrainerConfig,
-    update=choose_algorithm(
-        policy_update.settings(without=SET_BY_PIPELINE.union(TRAINER_SETTINGS)), PolicyGradient
-    ),
+    update=choose_algorithm(policy_update.settings(without=SET_FOR_TRAINERS), PolicyGradient),
     evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
     export=export.settings(),
     deploy=(deploy_model.settings() | None, None),

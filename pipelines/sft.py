@@ -7,7 +7,7 @@ from typing import Any
 
 from tuneloop.cli.pipeline_file import make_builders, render_file
 from tuneloop.config.pipeline import PAIRS, SET_BY_PIPELINE, Nodes, PipelineConfig, Tokenize
-from tuneloop.config.trainer import TRAINER_SETTINGS, TrainerConfig
+from tuneloop.config.trainer import SET_FOR_TRAINERS, TrainerConfig
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.evaluate import evaluate
@@ -22,7 +22,7 @@ Config: Any = PipelineConfig.with_sections(
     data=data_prep.settings(without=SET_BY_PIPELINE | PAIRS),
     model=base_model.settings(without=SET_BY_PIPELINE),
     trainer=TrainerConfig,
-    sft=sft.settings(without=SET_BY_PIPELINE.union(TRAINER_SETTINGS)),
+    sft=sft.settings(without=SET_FOR_TRAINERS),
     evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
     export=export.settings(),
 )

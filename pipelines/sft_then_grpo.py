@@ -12,6 +12,7 @@ from typing import Any
 from tuneloop.cli.pipeline_file import make_builders, render_file
 from tuneloop.config.loading import load_pipeline
 from tuneloop.config.pipeline import PAIRS, SET_BY_PIPELINE
+from tuneloop.config.trainer import SET_FOR_TRAINERS
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.sft import sft
@@ -24,7 +25,7 @@ tuning = load_pipeline("sft", beside=__file__)
 Config: Any = grpo.Config.with_sections(
     tokenize=(tuning.Tokenize, False),
     data=data_prep.settings(without=SET_BY_PIPELINE | PAIRS),
-    sft=sft.settings(without=SET_BY_PIPELINE.union(grpo.TRAINER_SETTINGS)),
+    sft=sft.settings(without=SET_FOR_TRAINERS),
 )
 
 

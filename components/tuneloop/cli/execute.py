@@ -83,9 +83,9 @@ class Executor:
         """Execute the run's own workflow.yaml, show it, and say how it ended; return its exit code."""
         from tuneloop.cli.live import Display
         from tuneloop.cli.show import describe_failure, write_report
+        from tuneloop.core.ends import cut_error
         from tuneloop.local.executor import execute_parts
         from tuneloop.runs.cautions import describe_caution
-        from tuneloop.runs.stages import cut_error
         from tuneloop.runs.summary import summarize_run
         from tuneloop.runs.tracking import mirror_in_background
 

@@ -113,20 +113,14 @@ def find_model(run: "Run", version: int | None) -> "tuple[Artifact, int]":
         UserError: the run has no such version, or none at all.
     """
     from tuneloop.core.artifacts import Artifact
+    from tuneloop.runs.stored_checkpoints import find_checkpoint
 
-    versions = sorted({checkpoint.version for checkpoint in run.checkpoints})
-    if not versions:
-        raise UserError("run", run.name, "has made no model yet; see `tuneloop status`")
-    number = versions[-1] if version is None else version
-    if number not in versions:
-        listed = ", ".join(map(str, versions[-8:]))
-        remedy = f"is not in {run.name}; its newest are {listed} (`tuneloop weights ls {run.name}`)"
-        raise UserError("--version", number, remedy)
+    checkpoint = find_checkpoint(run, version)
+    number = checkpoint.version
     for entry in reversed(run.entries):
         is_export = entry.manifest.kind == "model" and "config.json" in entry.manifest.files
         if is_export and entry.manifest.facts.get("version") == number:
             return Artifact(f"{run.url}/{entry.key}"), number
-    checkpoint = next(entry for entry in run.checkpoints if entry.version == number)
     return Artifact(f"{run.url}/{checkpoint.key}"), number
 
 

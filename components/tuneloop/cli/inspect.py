@@ -83,7 +83,7 @@ def show_status(
 def _suggest_resume(run: "Run", store: str) -> str:
     """Suggest how to continue a run that ended early, with the reason; empty for other runs."""
     from tuneloop.cli.show import format_store_option
-    from tuneloop.runs.stages import cut_error
+    from tuneloop.core.ends import cut_error
 
     command = f"; tuneloop resume {run.name}{format_store_option(store)}"
     if run.phase == "failed":

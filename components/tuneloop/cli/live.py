@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tuneloop.cli.watch import LOOK_S, draw_state
+from tuneloop.core.component import COMMITTED
+from tuneloop.core.ends import cut_error
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.local.journal import BROKEN, DONE, Node
 from tuneloop.runs.run_record import Run
-from tuneloop.runs.stages import cut_error, find_iteration, get_stage_name
+from tuneloop.runs.stages import find_iteration, get_stage_name
 from tuneloop.runs.summary import format_duration, format_number
 from tuneloop.workflow.plan import ServerPlan, find_plan
 
@@ -27,7 +29,8 @@ PROGRESS = re.compile(r"^\w+: (?P<done>\d+)/(?P<total>\d+) \S")
 FACT = re.compile(r"  [A-Za-z]\w* \S+$")
 """The end of such a line with a fact, such as the loss of a step."""
 NOTE = re.compile(r"^data_prep: (?P<note>.+)")
-"""A line of the stage data_prep: what was recognised, left out, and how many rows there are."""
+"""A line of the stage data_prep: what was recognised, left out, and how many rows there are, or
+`COMMITTED`."""
 ITERATION = re.compile(r"^iteration \d+/\d+  reward ")
 """A line of `tuneloop.local.iterations`, one for each iteration of a pod that runs several."""
 
@@ -202,7 +205,9 @@ class Display:
         else:
             note = NOTE.match(line)
             if note:
-                self.described.add(node.id)
+                # Of an output of an earlier attempt the lines above say nothing: its numbers do.
+                if note["note"] != COMMITTED:
+                    self.described.add(node.id)
                 self._print(f"{get_stage_name(node)}: {note['note']}")
 
     def _show_end(self, node: Node) -> None:

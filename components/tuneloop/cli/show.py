@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from tuneloop.cli.tables import print_table
+from tuneloop.core.ends import cut_error
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, NAMED, UserError, find_disk_error
 from tuneloop.core.store import normalize_url
 from tuneloop.local.journal import BROKEN, Node
+from tuneloop.runs.records import REPORT_FILE
 from tuneloop.runs.run_record import Run
-from tuneloop.runs.stages import StageStatus, cut_error, get_stage_name
+from tuneloop.runs.stages import StageStatus, get_stage_name
 from tuneloop.runs.stored_checkpoints import measure_checkpoints
 from tuneloop.runs.summary import format_duration, format_size
 
@@ -181,7 +183,7 @@ def write_report(run: Run, output: Path | None = None) -> Path:
     """
     from tuneloop.ui.report import render_page
 
-    path = output or run.directory / "report.html"
+    path = output or run.directory / REPORT_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render_page(run), encoding="utf-8")

@@ -15,7 +15,6 @@ import typer
 
 from tuneloop.cli.arguments import CLUSTER_NAMESPACE, CONTEXT, KFP, RUN, STORE
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import local_path
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from tuneloop.kube.connection import Connection
     from tuneloop.runs.run_record import Run
-    from tuneloop.ui.describe import Ask
+    from tuneloop.ui.describe import Ask, RunState
 
 LOOK_S = 1.0
 """Seconds between two reads of a run; at least ten times the duration of a read."""
@@ -87,7 +86,8 @@ class Watch:
             if self.phase == "elsewhere":
                 self.message = "nothing was committed for a day, and it is unknown how it ended"
         if self.live:
-            self.live.update(draw_state({**state, "phase": self.phase}), refresh=True)
+            state["phase"] = self.phase
+            self.live.update(draw_state(state), refresh=True)
         else:
             self._print_commits(state)
 
@@ -109,7 +109,7 @@ class Watch:
             # A store that answers slowly is not asked all the time.
             time.sleep(max(LOOK_S, 10 * (time.monotonic() - start)))
 
-    def _print_commits(self, state: JsonMapping) -> None:
+    def _print_commits(self, state: "RunState") -> None:
         """Print a line for each artifact that has none yet, with the time of its commit."""
         from tuneloop.runs.summary import format_duration, format_results
 
@@ -157,10 +157,8 @@ def watch_run(
     return code
 
 
-def draw_state(state: JsonMapping) -> "Table":
-    """Draw the state of a run, from `tuneloop.ui.describe.describe_state`: a row for each stage,
-    its loop below.
-    """
+def draw_state(state: "RunState") -> "Table":
+    """Draw the state of a run: a row for each stage, its loop below."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -213,7 +211,7 @@ def draw_sparkline(values: Sequence[float], width: int = 24) -> str:
     return "".join(BARS[round(top * (height - lowest) / extent)] for height in heights)
 
 
-def _format_remaining(state: JsonMapping) -> str:
+def _format_remaining(state: "RunState") -> str:
     """Estimate the maximum time that the remaining iterations take, from the measured ones."""
     from tuneloop.runs.summary import format_duration
 

@@ -245,25 +245,22 @@ def _verify_checkpoints(run: "Run", version: int | None) -> int:
     Raises:
         UserError: the run has no checkpoint of this version.
     """
+    from tuneloop.runs.stored_checkpoints import find_checkpoint
     from tuneloop.runs.verification import find_state_entry, verify_artifact
 
     # Otherwise the manifests of older iterations would be taken from an index.
     run.refresh(all_iterations=True)
-    versions = [entry.version for entry in run.checkpoints]
-    if not versions or version not in (None, *versions):
-        remedy = f"is not in this run; versions: {', '.join(map(str, versions)) or 'none'}"
-        raise UserError("version", version, remedy)
+    newest = find_checkpoint(run, version, "version")
     code = 0
-    for number, entry in zip(versions, run.checkpoints):
-        if version not in (None, number):
-            continue
+    for entry in run.checkpoints if version is None else [newest]:
         checks = list(verify_artifact(run, entry))
         state = find_state_entry(run, entry)
         if state:
             checks += verify_artifact(run, state)
         wrong = [check for check in checks if not check.is_unchanged]
         correct = len(checks) - len(wrong)
-        typer.echo(f"version {number}  {entry.key}: {correct}/{len(checks)} files as committed")
+        counts = f"{correct}/{len(checks)} files as committed"
+        typer.echo(f"version {entry.version}  {entry.key}: {counts}")
         for check in wrong:
             code = 2
             reason = "is missing"

@@ -8,25 +8,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, create_model
 
-from tuneloop.config.sections import KIND, PLUGIN, choose_by_kind, read_kind
+from tuneloop.config.sections import KIND, PLUGIN, choose_by_kind
 from tuneloop.core import plugins
 from tuneloop.core.component import Params
 from tuneloop.core.json_types import JsonObject
-from tuneloop.training.algorithm_lookup import validate_kind
+from tuneloop.training.algorithm_lookup import list_stage_parameters, validate_kind
 
 
 class AlgorithmSection(Params, frozen=True, extra="forbid"):
     """The settings of a stage that has an algorithm."""
 
     def to_parameters(self) -> JsonObject:
-        """Return the parameters of the stage: `algorithm` is the name, and `algorithm_args` are the
-        options that differ from the algorithm's defaults."""
-        parameters = super().to_parameters()
-        algorithm: BaseModel = self.__dict__["algorithm"]
-        parameters["algorithm"] = read_kind(algorithm)
-        # Defaults are left out: spelled out or not, they are the same parameters of the stage.
-        parameters["algorithm_args"] = algorithm.model_dump(exclude={KIND}, exclude_defaults=True)
-        return parameters
+        """Return the parameters of the stage, which has two for the section `algorithm`."""
+        # `choose_algorithm` adds the field to the subclasses that it makes.
+        return super().to_parameters() | list_stage_parameters(self.__dict__["algorithm"])
 
 
 def choose_algorithm(settings: type[Params], objective: type[BaseModel]) -> type[Params]:

@@ -1,5 +1,8 @@
 """A loop of sampling and training: what samples, when it ends, how workflows and pods divide it,
 and which of its settings exclude one another.
+
+Validators here raise UserError, which is a ValueError, so that pydantic takes it up:
+`config/refusals.py` gets it back as it was.
 """
 
 from collections.abc import Mapping
@@ -153,7 +156,7 @@ class LoopPipelineConfig(PipelineConfig):
         setting = "loop.iterations_per_pod"
         # The ranks of several pods meet in a JobSet of their own.
         if self.nodes > 1:
-            remedy = f"{setting} puts all stages into one pod: set this to 1, or it to 0"
+            remedy = f"{setting} puts all stages into one pod: set nodes to 1, or {setting} to 0"
             return UserError("nodes", self.nodes, remedy)
         obstacle = find_obstacle(self.cluster, "iterations")
         if obstacle:

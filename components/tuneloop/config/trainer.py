@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field, create_model
 
 from tuneloop.config.followed import SECTION_SUFFIX
+from tuneloop.config.pipeline import SET_BY_PIPELINE
 from tuneloop.core.component import Params
 from tuneloop.training.options import ADAM_BETA2_TEXT, TrainerOptions
 
@@ -32,6 +33,9 @@ TRAINER_SETTINGS = (
 )
 """The parameters of stages that train, or score with the policy, that are set in the section
 ``trainer`` for all of them."""
+SET_FOR_TRAINERS = SET_BY_PIPELINE.union(TRAINER_SETTINGS)
+"""Parameters of stages that train that are in no section of their own: a pipeline gives them, or the
+section ``trainer``."""
 MICRO_BATCH = Field(
     None,
     ge=1,

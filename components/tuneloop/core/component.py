@@ -75,6 +75,8 @@ UNTRACKED: JsonDict = {"tuneloop": "untracked"}
 """``Field(json_schema_extra=UNTRACKED)``: the parameter, such as an address, is not part of an output's
 identity, and is not compared with that of a committed output. With other entries for the schema it is
 ``UNTRACKED | {…}``."""
+COMMITTED = "committed already, nothing to do"
+"""What a stage logs that finds its output committed; `tuneloop.cli.live` recognizes it."""
 REPLAY_PARAMS = "replay_params"
 """The note with those untracked parameters from which facts of the output follow, by name: to
 replay the stage takes them, too."""
@@ -366,7 +368,7 @@ class Component:
                     "use another run name"
                 )
                 raise UserError(field, value, remedy)
-        stage.log("committed already, nothing to do")
+        stage.log(COMMITTED)
 
     def _is_default(self, name: str, value: object) -> bool:
         """Tell whether a parameter, as JSON, has its default."""

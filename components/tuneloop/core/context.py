@@ -1,5 +1,10 @@
 """What a stage's function is given: where to write, what to report, when to stop, how to go on after
 a stop.
+
+`core/component.py` makes the `Stage` of a program's attempt, and calls the function with it; a
+stage's file needs nothing else of this package. The gateway's session makes one of its own
+(`extensions/gateway/resident.py`). With several ranks each has a `Stage`, and what is said to be
+called by all ranks waits for all of them.
 """
 
 import dataclasses
@@ -55,11 +60,17 @@ class Options(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
 StageParams = TypeVar("StageParams", default=Any)
 
 
+METRICS = "metrics.jsonl"
+"""The file of an artifact to which `Stage.metric` appends its rows. Curves and the report read
+it (`tuneloop.runs.committed`), and retention keeps it of deleted checkpoints."""
+
+
 @dataclasses.dataclass
 class Stage(Generic[StageParams]):
     """What a stage's function is given of the run it is part of.
 
-    A function that reads parameters of the stage names them by a protocol, as in ``Stage[RetentionParams]``.
+    A function that reads parameters of the stage names them by a protocol, as in
+    ``Stage[RetentionParams]``.
 
     Attributes:
         out: the directory for output files, shared by all ranks of a machine, and by all machines
@@ -133,7 +144,7 @@ class Stage(Generic[StageParams]):
         """
         if self.leader:
             row = dump_canonical_json({"step": step} | values)
-            with (self.out / "metrics.jsonl").open("a") as file:
+            with (self.out / METRICS).open("a") as file:
                 file.write(f"{row}\n")
 
     @contextmanager

@@ -168,14 +168,18 @@ def describe_refusal(refusal: Refusal, places: Sequence[Path] = ()) -> str:
 
 def _describe_path(path: Path) -> str:
     """Describe a path with the bytes that are free there, or where it would lie."""
-    existing = path
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
     try:
-        usage = shutil.disk_usage(existing)
+        usage = shutil.disk_usage(find_existing_parent(path))
     except OSError:
         return str(path)
     return f"{path} ({usage.free / 1e6:,.1f} of {usage.total / 1e6:,.1f} MB free)"
+
+
+def find_existing_parent(path: Path) -> Path:
+    """Return the nearest path above `path`, or itself, that exists, or the topmost one."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
 
 
 def _walk(error: BaseException, depth: int = 0) -> Iterator[BaseException]:

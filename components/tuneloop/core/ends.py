@@ -354,11 +354,21 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
     return _CLASS_BY_CODE.get(code, BUG)
 
 
+_EXIT = re.compile(r"^(?P<exit>.*?exit code \d+(\)| \([^)]*\))?): ")
+"""The beginning of the message of a pod that failed, as Argo or `describe_exit` words it; the last
+line of the process follows."""
+
+
 def strip_exit(message: str) -> str:
-    """Return the process's own last line, of a message that begins with its exit code as Argo or
-    this package names it.
-    """
-    return re.sub(r"^.*?exit code \d+(\)| \([^)]*\))?: ", "", message)
+    """Return the process's own last line, of a message that begins with its exit code."""
+    return _EXIT.sub("", message)
+
+
+def cut_error(message: str) -> str:
+    """Return a failed pod's message without the process's own last line, for where that line is
+    shown beside it: an error is said once."""
+    match = _EXIT.match(message)
+    return match["exit"] if match else message
 
 
 _SIGNALS: Mapping[int, str] = {

@@ -1,5 +1,9 @@
 """The file that `rollout` writes and `reward`, `policy_update` and people read: its columns, and
-how rows are made."""
+how rows are made.
+
+Its columns are an interface: trainers, rewards, the page and notebooks of users read them by name,
+from artifacts of earlier releases, too. A new column is added and may be absent; none is renamed.
+"""
 
 import bisect
 import itertools
@@ -20,6 +24,12 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.formats.tokens import decode_ids
 
 FILE = "rollouts.parquet"
+"""What `rollout` writes: `SCHEMA`."""
+REWARDS_FILE = "rewards.parquet"
+"""What `reward` and `model_reward` write: the same rows with the columns of
+`JUDGEMENTS`. `policy_update` reads it."""
+SAMPLES_FILE = "samples.parquet"
+"""What evaluations write: `SAMPLES`."""
 ROWS = 1024
 """Rows in a row group."""
 SCHEMA = pa.schema(
@@ -40,6 +50,9 @@ SCHEMA = pa.schema(
         "metadata": pa.string(),
     }
 )
+JUDGEMENTS = pa.schema({"outcome": pa.string(), "score": pa.float32(), "breakdown": pa.string()})
+"""Columns that a scorer adds: what judging gave (`tuneloop.rewards.outcomes.Outcome`), the score, null
+without one, and as JSON what each reward gave."""
 TEXTS = ("id", "prompt", "completion", "answer")
 SAMPLES = pa.schema(
     {
@@ -51,7 +64,7 @@ SAMPLES = pa.schema(
         "outcome": pa.string(),
     }
 )
-"""Columns of ``samples.parquet``, which has the completions that an evaluation scored."""
+"""Columns of the completions that an evaluation scored; the page and `deploy_model` read them."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = list[TokenId]

@@ -1,4 +1,8 @@
-"""Completions of held-out demonstrations, for data that has no prompts with answers to score."""
+"""Completions of held-out demonstrations, for data that has no prompts with answers to score.
+
+`evaluate` calls it in place of scoring. The loss on the same demonstrations is that of
+`training/held_out.py`.
+"""
 
 import json
 
@@ -9,7 +13,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.data.sizes import SPLITS
-from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs
+from tuneloop.formats.rollouts import SAMPLES, SAMPLES_FILE, build_reward_inputs
 from tuneloop.formats.rows import list_columns
 from tuneloop.formats.too_long import LengthPolicy
 from tuneloop.inference import generate
@@ -67,7 +71,7 @@ def sample_demonstrations(
             sample["score"] = None
             sample["outcome"] = "unverifiable"
             samples.append(sample)
-    pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / "samples.parquet")
+    pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / SAMPLES_FILE)
     stage.facts["outcomes"] = {"unverifiable": len(samples)}
     return len(samples)
 

@@ -10,6 +10,8 @@ requires more is refused, and not run.
 
 Exit codes: 0 after SIGTERM, when all that was accepted is answered; 2 a mistake, or programs cannot
 be shut in.
+
+`rewards/sandbox` is the client, where ``TUNELOOP_SANDBOX`` names a URL.
 """
 
 import asyncio
@@ -33,7 +35,12 @@ from tuneloop.core.program import Parser
 from tuneloop.core.server_token import VARIABLE, read_tokens
 from tuneloop.inference.guard import TokenGuard
 from tuneloop.inference.refusals import Refused, create_app
-from tuneloop.inference.server import UVICORN, bind_address, serve_until_signalled
+from tuneloop.inference.server import (
+    UVICORN,
+    add_address_flags,
+    bind_address,
+    serve_until_signalled,
+)
 from tuneloop.rewards.sandbox import LEAST_MEMORY, Limits, check_kernel, run_program
 
 Isolation = Literal["process", "gvisor"]
@@ -141,15 +148,7 @@ def read_isolation(log: bytes) -> Isolation:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM, and return the exit code."""
     parser = Parser("python -m tuneloop.inference.sandbox_server", __doc__)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=8000,
-        help="0 takes a free one and says which (default: 8000)",
-    )
+    add_address_flags(parser)
     parser.add_argument(
         "--programs",
         type=int,

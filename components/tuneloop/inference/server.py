@@ -12,6 +12,10 @@ neither option, a client has to load a version.
 
 Exit codes: 0 after SIGTERM, 2 a user's mistake, 70 too many starts without an answer, 75 no store,
 or a failed engine.
+
+A request needs a token of the file that ``TUNELOOP_TOKEN_FILE`` names, if it names one. Argo's and
+KFP's graphs start it as a pod (`argo/template.py`, `kfp/rollout_server.py`), and the gateway for
+its sessions. Its options are thereby in rendered workflows: one may be added, with a default.
 """
 
 import argparse
@@ -246,6 +250,19 @@ def bind_address(host: str, port: int) -> socket.socket:
     return listener
 
 
+def add_address_flags(parser: Parser) -> None:
+    """Add the flags of the address that `bind_address` binds, for any server of ours."""
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        help="0 takes a free one and says which (default: 8000)",
+    )
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("python -m tuneloop.inference.server", __doc__)
     json_object = TypeAdapter(JsonObject).validate_json
@@ -280,18 +297,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="when weights change, running requests finish first, or go on with the new ones "
         "(default: wait)",
     )
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help=f"address to listen on (default: 127.0.0.1); the file that {VARIABLE} names has the "
-        "token",
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=8000,
-        help="0 takes a free one and says which (default: 8000)",
-    )
+    add_address_flags(parser)
     parser.add_argument(
         "--attempts",
         metavar="URL",

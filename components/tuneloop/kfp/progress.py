@@ -3,12 +3,14 @@
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tuneloop.core.json_types import JsonObject
 from tuneloop.kfp.client import find_run, list_tasks
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.stages import StageStatus, list_stages
+
+if TYPE_CHECKING:
+    from tuneloop.ui.describe import Progress
 
 PHASES = {
     "PENDING": "Pending",
@@ -23,7 +25,7 @@ PHASES = {
 """KFP's states of a run and of its tasks → those that Argo has for them."""
 
 
-def describe_progress(client: Any, run: Run) -> JsonObject:
+def describe_progress(client: Any, run: Run) -> "Progress":
     """Describe a run's progress: its phase, and the stages that it has committed or that are tasks
     of KFP.
 

@@ -17,6 +17,9 @@
 ``lock``
     Held (flock) by the executor while it lives; shared, for a moment, by a process that looks for
     an executor.
+
+The executor is the only writer. Readers are `status`, the page and the tracker, in other processes
+and perhaps of a newer release: a field of `Node` or `Workflow` that is added needs a default.
 """
 
 import fcntl
@@ -41,6 +44,7 @@ from tuneloop.core.json_types import JsonObject
 DONE = ("Succeeded", "Failed", "Error", "Skipped", "Omitted")
 """Phases that a node does not leave; ``Pending`` and ``Running`` are those before."""
 BROKEN = ("Failed", "Error")
+NODES = "nodes.jsonl"
 END = "ended.json"
 KIND = b'{"kind": "node", '
 NODE = KIND + b'"id": "'
@@ -132,7 +136,7 @@ class SessionEnd(BaseModel, frozen=True):
 
 def read_state(workdir: Path) -> State | None:
     """Read the state of the run in `workdir`; None when nothing was run there."""
-    path = workdir / "nodes.jsonl"
+    path = workdir / NODES
     # In this order: an executor writes how the run ended, and then unlocks the directory.
     alive = _is_locked(workdir)
     end = _read_end(workdir)
@@ -236,7 +240,7 @@ class Journal:
 
     def __init__(self, workdir: Path) -> None:
         self._workdir = workdir
-        self._file = os.open(workdir / "nodes.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = os.open(workdir / NODES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         if os.lseek(self._file, 0, os.SEEK_END):
             # A run that was killed may have left a torn line, which this ends.
             os.write(self._file, b"\n")

@@ -2,15 +2,17 @@
 
 Checkpoints count (`tuneloop.planning.checkpoint_size`). Rollouts, rewards and the manifests are
 small beside them and are left out, and so are published weight versions.
+
+`plan` prints the footprint, and `check_store` is asked by `run` and by forks before they start.
 """
 
 import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from tuneloop.config.model_facts import Model
+from tuneloop.core.disk_faults import find_existing_parent
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import local_path
@@ -183,10 +185,3 @@ def check_store(workflow: JsonMapping, store: str) -> Iterator[Limit]:
         remedy += f", {retained} of its checkpoints ({footprint.rule})"
     remedy += "; make room, or take another store"
     yield Limit(UserError("--store", store, remedy), is_estimate=True)
-
-
-def find_existing_parent(directory: Path) -> Path:
-    """Return the nearest directory above `directory`, or itself, that exists."""
-    while not directory.exists():
-        directory = directory.parent
-    return directory

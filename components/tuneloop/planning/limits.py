@@ -5,7 +5,7 @@ devices.
 is read from the rendered workflow and from the model's files; nothing is loaded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class Limit:
 
     Attributes:
         is_estimate: whether it follows from arithmetic that a user may overrule.
-        is_note: whether the run goes on all the same, but hardly as the user means it.
+        is_note: whether the run goes on all the same, though probably not as the user intends.
     """
 
     error: UserError
@@ -130,12 +130,9 @@ def find_limits(
     # By their text: two stages that share a setting would yield the same line twice.
     limits: dict[str, Limit] = {}
     for check in CHECKS:
-        for error in check(run):
-            limits.setdefault(str(error), Limit(error))
-    for error in check_memory(run):
-        limits.setdefault(str(error), Limit(error, is_estimate=True))
-    for error in check_warmup(run):
-        limits.setdefault(str(error), Limit(error, is_note=True))
+        for error in check.find(run):
+            limit = Limit(error, is_estimate=check.is_estimate, is_note=check.is_note)
+            limits.setdefault(str(error), limit)
     return list(limits.values())
 
 
@@ -228,7 +225,8 @@ def check_conversations(run: CheckedRun) -> Iterator[UserError]:
     if not delegated:
         return
     for stage in run.pods.list_stages_of(data_prep):
-        # Rows of single turns exist only as tokens, which other backends do not read.
+        # Another backend reads whole conversations as text. The choices, such as a row for each turn,
+        # take effect when tuneloop makes tokens, which it does not read.
         for name, default in CONVERSATION_CHOICES.items():
             value = stage.parameters.get(name, default)
             if value != default:
@@ -520,18 +518,32 @@ def suggest_savings(pod: PodPlan) -> str:
     return ", or ".join(savings)
 
 
+@dataclass(frozen=True)
+class Check:
+    """A check of `find_limits`.
+
+    Attributes:
+        find: yields an error for each thing that a run would break.
+        is_estimate, is_note: of the limits that it finds, as in `Limit`.
+    """
+
+    find: Callable[[CheckedRun], Iterator[UserError]]
+    is_estimate: bool = False
+    is_note: bool = False
+
+
 CHECKS = (
-    check_base_model,
-    check_pod_paths,
-    check_adapters,
-    check_conversations,
-    check_chat_template,
-    check_data_files,
-    check_context,
-    check_training_length,
-    check_processes,
-    check_shared_gpu,
+    Check(check_base_model),
+    Check(check_pod_paths),
+    Check(check_adapters),
+    Check(check_conversations),
+    Check(check_chat_template),
+    Check(check_data_files),
+    Check(check_context),
+    Check(check_training_length),
+    Check(check_processes),
+    Check(check_shared_gpu),
+    Check(check_memory, is_estimate=True),
+    Check(check_warmup, is_note=True),
 )
-"""The checks of `find_limits` for what cannot run, in the order of their lines. `check_memory`, which
-estimates, and `check_warmup`, whose lines are notes, come after them.
-"""
+"""In the order of their lines. A further check is a function and its line here."""

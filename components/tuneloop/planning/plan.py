@@ -2,6 +2,8 @@
 
 It is read from the workflow's graph and its plan (`tuneloop.workflow.plan`). Counts that the graph
 decides while it runs are shown as bounds.
+
+`tuneloop plan` prints it; it refuses nothing, which is `planning/limits.py`'s part.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,7 +51,9 @@ def render_plan(name: str, workflow: JsonMapping) -> "RenderableType":
     pods = list_planned_pods(workflow, read_plan(workflow))
     model = pods.model
     tree = Tree(f"{name}: at most {pods.counts.total} pods")
-    _add_calls(tree, workflow, pods, workflow["spec"]["entrypoint"], [])
+    templates = index_templates(workflow)
+    iterations = count_iterations(workflow)
+    _add_calls(tree, templates, pods, iterations, workflow["spec"]["entrypoint"], [])
     # What is known without the shape of the model comes first.
     lines = ["work at most"]
     for stage, text in estimate_work(pods.stages, pods.counts.stages):
@@ -67,12 +71,12 @@ def render_plan(name: str, workflow: JsonMapping) -> "RenderableType":
         lines.append(f"memory of {model}")
     for hook in list_pod_hooks():
         lines += hook.describe_plan(workflow, parameters)
-    return Group(tree, _draw_table(workflow, pods), Text("\n".join(lines)))
+    return Group(tree, _draw_table(templates, pods), Text("\n".join(lines)))
 
 
-def _draw_table(workflow: JsonMapping, pods: PlannedPods) -> "Table":
-    """Draw a row for each template that is a pod or, of a pod of iterations, for each of its
-    stages.
+def _draw_table(templates: Mapping[str, JsonMapping], pods: PlannedPods) -> "Table":
+    """Draw a row for each of the templates that is a pod or, of a pod of iterations, for each of
+    its stages.
     """
     from rich import box
     from rich.table import Table
@@ -83,7 +87,6 @@ def _draw_table(workflow: JsonMapping, pods: PlannedPods) -> "Table":
     for column in ("accelerators", "pods"):
         table.add_column(column, no_wrap=True, justify="right")
     table.add_column("memory of a pod", no_wrap=True)
-    templates = index_templates(workflow)
     loop = pods.plan.loop
     inner = loop.stages if loop and loop.pod else []
     for name, count in pods.counts.stages.items():
@@ -228,8 +231,9 @@ def describe_steps(stage: StagePlan, times: int) -> str:
 
 def _add_calls(
     tree: "Tree",
-    workflow: JsonMapping,
+    templates: Mapping[str, JsonMapping],
     pods: PlannedPods,
+    iterations: int,
     name: str,
     callers: Sequence[str],
 ) -> None:
@@ -237,18 +241,17 @@ def _add_calls(
 
     Args:
         tree: the branch of the template itself.
-        workflow: has the templates.
+        templates: all of the workflow, by name.
         pods: has the stages of a pod of iterations.
+        iterations: of the workflow's loop, at most.
         name: the template's.
         callers: the templates around it.
     """
-    templates = index_templates(workflow)
     graphs = [*callers, name]
     for call in list_calls(templates[name]):
         target = call["template"]
         if target in graphs:
-            times = count_iterations(workflow)
-            tree.add(f"↺ {target} again, at most {times} times in all")
+            tree.add(f"↺ {target} again, at most {iterations} times in all")
             continue
         note = ""
         if templates[target].get("daemon"):
@@ -260,4 +263,4 @@ def _add_calls(
         if loop and loop.pod and target == loop.pod.template:
             for stage in loop.pod_stages:
                 branch.add(stage)
-        _add_calls(branch, workflow, pods, target, graphs)
+        _add_calls(branch, templates, pods, iterations, target, graphs)

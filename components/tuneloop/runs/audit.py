@@ -18,12 +18,13 @@ from tuneloop.core.artifacts import (
     parse_manifest,
     split_ref,
 )
+from tuneloop.core.context import METRICS
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.verification import FileCheck, find_state_entry, verify_artifact
-from tuneloop.training.old_checkpoints import HISTORY, STATE, STATE_FACT
+from tuneloop.training.old_checkpoints import STATE, STATE_FACT
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def _was_pruned(run: Run, entry: Entry, checks: Sequence[FileCheck]) -> bool:
         return False
     # Retention keeps the history alone. A kill may have left more, which the mark beside it
     # explains.
-    is_bare = present == {HISTORY}.intersection(names)
+    is_bare = present == {METRICS}.intersection(names)
     return is_bare or Store(run.url).get(f"{entry.key}/{PRUNED}") is not None
 
 

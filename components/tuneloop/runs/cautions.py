@@ -1,7 +1,11 @@
-"""What weakens a verdict: a measurement on few rows says little, whichever way it went."""
+"""What weakens a verdict: a measurement on few rows says little, whichever way it went.
+
+`run` and `status` print it after the verdict (`runs/summary.py`: `judge_run`), and the report shows
+both.
+"""
 
 from tuneloop.runs.run_record import Run
-from tuneloop.runs.summary import estimate_variance, find_held_out
+from tuneloop.runs.summary import find_held_out
 
 FEWEST_ROWS = 20
 """Held-out rows below which a mean is that of single rows: one of them moves it by over 5 %."""
@@ -16,7 +20,7 @@ def describe_caution(run: Run) -> str:
         count = run.count_scored_completions(score.entry)
         if not 0 < count < FEWEST_ROWS:
             return ""
-        error = estimate_variance(run, score) ** 0.5
+        error = run.estimate_variance(score) ** 0.5
         # Scores that are all equal say nothing of their spread.
         spread = f" (standard error {error:.2g})" if error else ""
         return (

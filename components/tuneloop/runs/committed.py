@@ -2,6 +2,8 @@
 
 They lie at ``<stage>`` and ``iterations/<i>/<stage>``. The manifests and metrics of all of them
 are read from the run's index (`tuneloop.core.index`) as far as that has them.
+
+`Run` (`runs/run_record.py`) adds the executor's state. Nothing is ever written here but the index.
 """
 
 import json
@@ -20,6 +22,7 @@ from tuneloop.core.artifacts import (
     split_ref,
 )
 from tuneloop.core.attempts import FAILED, FAILURE
+from tuneloop.core.context import METRICS
 from tuneloop.core.errors import Corrupt
 from tuneloop.core.index import DIGEST, Index, map_requests
 from tuneloop.core.store import Store
@@ -28,7 +31,6 @@ from tuneloop.formats.facts import VersionFacts
 MANIFEST_KEY = re.compile(
     r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$"
 )
-METRICS = "metrics.jsonl"
 SETTLED_AFTER = 2
 """An iteration is complete once this many later ones exist: each starts from the policy of the
 previous one.

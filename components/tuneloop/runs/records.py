@@ -1,4 +1,8 @@
-"""The record of a run that was started on this machine, and the rules for the names of runs."""
+"""The record of a run that was started on this machine, and the rules for the names of runs.
+
+`tuneloop run`, `fork` and `submit` write a record before they start anything; all commands that
+take the name of a run read it.
+"""
 
 import re
 import time
@@ -16,6 +20,11 @@ from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Conflict, Store, local_path, normalize_url
 
 ROOT = "runs"
+RUN_FILE = "run.json"
+CONFIG_FILE = "config.yaml"
+WORKFLOW_FILE = "workflow.yaml"
+REPORT_FILE = "report.html"
+"""Files in the directory of a run (`get_run_directory`)."""
 SCHEDULE_LENGTH = 31
 """The maximum length of a schedule's name; the names of its runs are nine characters longer."""
 DIGITS = 8
@@ -65,17 +74,17 @@ def write_record(record: Record, workflow: str, replaced: Record | None = None) 
     directory = Store(str(get_run_directory(record.run, record.store)))
     # Until the new record is written there is none: no reader joins the old one with new files.
     if replaced:
-        directory.delete("run.json")
+        directory.delete(RUN_FILE)
     config = yaml.safe_dump(record.config, sort_keys=False)
-    directory.put("config.yaml", config.encode())
-    directory.put("workflow.yaml", workflow.encode())
+    directory.put(CONFIG_FILE, config.encode())
+    directory.put(WORKFLOW_FILE, workflow.encode())
     # The record comes last: a run that has one is whole.
     data = dump_checked_json(
         record.model_dump(mode="json"),
-        f"{record.run}/run.json",
+        f"{record.run}/{RUN_FILE}",
     )
     try:
-        directory.create("run.json", data)
+        directory.create(RUN_FILE, data)
     except Conflict:
         remedy = "was started by another process just now; choose another name"
         raise UserError("--run", record.run, remedy) from None
@@ -112,8 +121,8 @@ def read_record(name: str, store: str) -> Record | None:
     check_name(name)
     directory = get_run_directory(name, store)
     fields = load_checked_json(
-        Store(str(directory)).get("run.json"),
-        f"{name}/run.json",
+        Store(str(directory)).get(RUN_FILE),
+        f"{name}/{RUN_FILE}",
         str(directory.parent),
         "restore it",
     )
@@ -123,7 +132,7 @@ def read_record(name: str, store: str) -> Record | None:
         return Record.model_validate(fields)
     except ValidationError as error:
         remedy = "is not a run's record; restore it"
-        raise Corrupt("run", f"{directory}/run.json", remedy) from error
+        raise Corrupt("run", f"{directory}/{RUN_FILE}", remedy) from error
 
 
 def list_runs(store: str = ROOT) -> list[str]:
@@ -132,7 +141,7 @@ def list_runs(store: str = ROOT) -> list[str]:
     """
     directory = get_run_directory("x", store).parent
     names = {
-        path.parent.name for path in directory.glob("*/run.json") if NAME.match(path.parent.name)
+        path.parent.name for path in directory.glob(f"*/{RUN_FILE}") if NAME.match(path.parent.name)
     }
     if local_path(store) is None:
         # The local state of the runs in all object stores is in one folder.
@@ -150,18 +159,6 @@ def _lies_in(name: str, store: str) -> bool:
     except Corrupt:
         return True
     return record is not None and record.store == normalize_url(store)
-
-
-def read_records(store: str = ROOT) -> list[Record]:
-    """Read the records of the runs below `store`, oldest first. Raises Corrupt if one is
-    damaged.
-    """
-    records = [read_record(name, store) for name in list_runs(store)]
-    # A run that others have started has no record here.
-    return sorted(
-        (record for record in records if record),
-        key=lambda record: record.created,
-    )
 
 
 def list_leaves(

@@ -4,6 +4,9 @@ old checkpoints.
 A manifest names the one directory that is the artifact; other data below its URL belongs to
 attempts that lost a race or died. It is not touched if it was written to lately, as its stage may
 still be running, on any machine.
+
+`tuneloop gc` calls it. The loop itself deletes old checkpoints by the same rules while it runs
+(`training/old_checkpoints.py`).
 """
 
 import contextlib
@@ -12,10 +15,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tuneloop.core.artifacts import MANIFEST, PRUNED, Manifest, find_manifest, parse_manifest
+from tuneloop.core.context import METRICS
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import STAGED, Store
 from tuneloop.runs.run_record import Run
-from tuneloop.training.old_checkpoints import HISTORY, STATE, list_needed, list_pinned
+from tuneloop.training.old_checkpoints import STATE, list_needed, list_pinned
 
 IDLE_S = 86400.0
 """The seconds without a write after which an attempt counts as dead."""
@@ -193,7 +197,7 @@ def _find_old_files(
             continue
         checkpoint = "/".join(parts[:3])
         manifest = old.get(checkpoint)
-        if manifest and parts[3] in (manifest.root, STATE) and parts[4] != HISTORY:
+        if manifest and parts[3] in (manifest.root, STATE) and parts[4] != METRICS:
             reason = f"checkpoint of version {manifest.version}"
             yield Leftover(key, reason, size, checkpoint)
 

@@ -10,6 +10,9 @@ also has state in ``<root>/<run>``, where root is the store if that is a directo
     workflow.yaml   the very workflow that is executed
     nodes.jsonl …   the executor's state (`tuneloop.local.journal`)
     report.html
+
+Commands, the page, the report and trackers all read a run by `Run`. The curves' names and axes are
+part of what they show.
 """
 
 import functools
@@ -29,7 +32,14 @@ from tuneloop.formats.facts import ScoreFacts
 from tuneloop.local import journal
 from tuneloop.runs import records
 from tuneloop.runs.committed import CommittedArtifacts, Entry
-from tuneloop.runs.records import ROOT, Record, get_run_directory, list_runs, read_record
+from tuneloop.runs.records import (
+    ROOT,
+    WORKFLOW_FILE,
+    Record,
+    get_run_directory,
+    list_runs,
+    read_record,
+)
 
 FORK = "fork.json"
 SAMPLE_COLUMNS = ("id", "prompt", "completion", "answer", "score", "outcome")
@@ -99,6 +109,7 @@ class Run(CommittedArtifacts):
         self.store_url = normalize_url(store)
         self.record = record
         self.directory = get_run_directory(name, store)
+        self._variances: dict[str | None, float] = {}
         super().__init__(f"{self.store_url}/{name}")
 
     @classmethod
@@ -159,10 +170,10 @@ class Run(CommittedArtifacts):
         changed.
         """
         # A run is resumed by this workflow: any change of it would change the run.
-        data = Store(str(self.directory)).get("workflow.yaml") or b""
+        data = Store(str(self.directory)).get(WORKFLOW_FILE) or b""
         if not self.record or xxhash.xxh3_128_hexdigest(data) != self.record.workflow:
             remedy = "is missing or was changed; restore it from a copy"
-            raise Corrupt("run", f"{self.directory}/workflow.yaml", remedy)
+            raise Corrupt("run", f"{self.directory}/{WORKFLOW_FILE}", remedy)
         return dict(yaml.load(data, yaml.CSafeLoader) or {})
 
     @property
@@ -227,6 +238,19 @@ class Run(CommittedArtifacts):
             else:
                 scores.append(Score(value, "training prompts", None, entry))
         return scores
+
+    def estimate_variance(self, score: Score) -> float:
+        """Estimate the variance of a mean reward, by the scores that it is the mean of; 0 if there
+        are fewer than two.
+        """
+        digest = score.entry.manifest.digest
+        # A verdict and the caution about it both ask for it, and the rows do not change.
+        if digest not in self._variances:
+            rows = self.read_samples(score.entry, ("score",))
+            values = [row["score"] for row in rows if row.get("score") is not None]
+            count = len(values)
+            self._variances[digest] = statistics.variance(values) / count if count > 1 else 0.0
+        return self._variances[digest]
 
     def latest_reward(self) -> Score | None:
         """Return the newest mean reward of any kind."""

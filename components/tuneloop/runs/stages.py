@@ -1,5 +1,8 @@
 """How the stages of a run stand: by its artifacts and its executor here, or by the pods of its
 workflows elsewhere.
+
+`status`, the page and `watch` show it as a table. What a cluster says is read by `cluster/watch.py`
+into the same `Node`.
 """
 
 import re
@@ -17,9 +20,6 @@ ATTEMPT = re.compile(r"\((\d+)\)$")
 """At the end of a pod's name in the graph: which attempt of its stage it is, from 0."""
 COMMITTED_BELOW = re.compile(r"/iterations/(\d+)/[^/@]+$")
 """The end of the URL where a stage of the loop commits its artifact."""
-
-LAST_LINE = re.compile(r"(?<=exit code )(\d+): .*", re.DOTALL)
-"""The end of the message of a pod that failed: its own last line."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,6 @@ class StageStatus:
             retries,
             results or self.message,
         )
-
-
-def cut_error(message: str) -> str:
-    """Return a failed pod's message without its own last line, for where that line is shown
-    beside it: an error is said once."""
-    return LAST_LINE.sub(r"\1", message)
 
 
 def get_stage_name(node: Node) -> str:

@@ -1,18 +1,25 @@
-"""What is stored of each checkpoint of a run: its model, and the trainer's state to go on from.
+"""The checkpoints of a run by their version, and what is stored of each: its model, and the trainer's
+state to go on from.
 
 A stage outside the loop has the state among its own files. A checkpoint of the loop has it in an
-artifact below it, where one was written, and retention deletes the files of old checkpoints."""
+artifact below it, where one was written, and retention deletes the files of old checkpoints.
+
+`weights ls`, `weights verify`, `generate` and the commands of provenance name a version by it.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from tuneloop.core.artifacts import MANIFEST
+from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.verification import find_state_entry
 from tuneloop.training.old_checkpoints import STATE
 
+SHOWN_VERSIONS = 8
+"""Versions that a line lists one by one."""
 MODEL = "model"
 TRAINER = "trainer"
 
@@ -33,6 +40,40 @@ class StoredCheckpoint:
     def is_pruned(self) -> bool:
         """Whether retention has deleted the model, which every checkpoint is committed with."""
         return not self.model
+
+
+def find_checkpoint(run: Run, version: int | None, setting: str = "--version") -> Entry:
+    """Find the checkpoint of a policy version, by default the newest.
+
+    Where several have the same version, as before and after a stage that trains nothing, it is the
+    last one that was committed.
+
+    Args:
+        run: the run that made it.
+        version: the version's number; None: the newest.
+        setting: by which the user named it.
+
+    Raises:
+        UserError: the run has no such version, or none at all.
+    """
+    if not run.checkpoints:
+        raise UserError("run", run.name, "has made no version yet; see `tuneloop status`")
+    if version is None:
+        return run.checkpoints[-1]
+    for checkpoint in reversed(run.checkpoints):
+        if checkpoint.version == version:
+            return checkpoint
+    remedy = f"is not in {run.name}, which has {describe_versions(run)}"
+    raise UserError(setting, version, f"{remedy}; see `tuneloop weights ls {run.name}`")
+
+
+def describe_versions(run: Run) -> str:
+    """Name the versions of a run that has some in words, of a long loop the first and the last."""
+    versions = sorted({checkpoint.version for checkpoint in run.checkpoints})
+    names = [f"v{version}" for version in versions]
+    if len(names) > SHOWN_VERSIONS:
+        names = [*names[:2], "…", names[-1]]
+    return f"the versions {', '.join(names)}"
 
 
 def measure_checkpoints(run: Run) -> dict[str, StoredCheckpoint]:

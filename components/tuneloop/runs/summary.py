@@ -1,15 +1,19 @@
-"""Describe a run in text, for terminals and reports."""
+"""Describe a run in text, for terminals and reports.
+
+Commands and the report print these sentences, and the page gets them as text.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import median, variance
+from statistics import median
 
 from tuneloop.formats.facts import TrainingFacts
 from tuneloop.formats.held_out import HeldOutFacts
 from tuneloop.runs.alarms import find_alarms
 from tuneloop.runs.committed import Entry
+from tuneloop.runs.records import REPORT_FILE
 from tuneloop.runs.run_record import Curve, Run, Score
 from tuneloop.workflow.loop_state import LoopState
 
@@ -98,7 +102,7 @@ def summarize_run(
         for stage, points in run.phase_seconds().items()
     ]
     models = [entry for entry in run.entries if entry.manifest.kind == "model"]
-    last_report = run.directory / "report.html"
+    last_report = run.directory / REPORT_FILE
     if report is None and last_report.exists():
         report = last_report
     facts = {
@@ -204,7 +208,7 @@ def _measure_gain(
     ):
         if len(scores) > 1:
             gain = scores[-1].value - scores[0].value
-            variances = [estimate_variance(run, score) for score in (scores[0], scores[-1])]
+            variances = [run.estimate_variance(score) for score in (scores[0], scores[-1])]
             noise = 2 * sum(variances) ** 0.5
             return gain, noise, f"mean reward {describe_reward(run, scores)}"
     losses = find_held_out(run)
@@ -217,18 +221,6 @@ def _measure_gain(
             last = curve.y[-1]
             return first - last, 0.0, f"loss {first:.3g} → {last:.3g}"
     return None, 0.0, ""
-
-
-def estimate_variance(
-    run: Run,
-    score: Score,
-) -> float:
-    """Estimate the variance of a mean reward, by the scores that it is the mean of; 0 if there
-    are fewer than two.
-    """
-    rows = run.read_samples(score.entry, ("score",))
-    values = [row["score"] for row in rows if row.get("score") is not None]
-    return variance(values) / len(values) if len(values) > 1 else 0.0
 
 
 def estimate_loop_end(

@@ -1,5 +1,8 @@
 """Mirror runs into trackers while they go on. A tracker that is slow or away holds no stage up,
 and makes none fail.
+
+Two callers: `tuneloop run`, whose children run this module (`mirror_in_background`); and `tuneloop
+track`, for one run or for all runs of a store (`mirror_store`).
 """
 
 import itertools
@@ -16,7 +19,7 @@ from importlib.util import find_spec
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic
 from tuneloop.core.store import Store
 from tuneloop.runs.mirroring import Mirror, find_last_commit
-from tuneloop.runs.records import NAME, read_record
+from tuneloop.runs.records import NAME, REPORT_FILE, read_record
 from tuneloop.runs.run_record import Run
 from tuneloop.trackers import Tracker, find_tracker
 
@@ -34,7 +37,7 @@ IDLE_S = 86400.0
 
 def read_report(run: Run) -> str:
     """Read the report that was last written beside the run's state; empty if there is none."""
-    path = run.directory / "report.html"
+    path = run.directory / REPORT_FILE
     return path.read_text("utf-8") if path.is_file() else ""
 
 

@@ -4,6 +4,9 @@ does not answer.
 The Deployment's containers take the model from ``$MODEL`` and serve it under its reference, too
 (``manifests/components/model-server``). An annotation, written together with the model, names the
 previous model. So after a kill at any point the next attempt knows where to continue.
+
+Its pod has an account of its own, which may change that Deployment (``account`` below). Exit code 3
+says that the model did not pass, and what was served before is still served.
 """
 
 import json
@@ -21,6 +24,7 @@ from tuneloop.core.context import Options
 from tuneloop.core.errors import NotPromoted, UserError
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.json_types import JsonObject
+from tuneloop.formats.rollouts import SAMPLES_FILE
 from tuneloop.kube.connection import NAMESPACE, Connection, connect_to_cluster, ignore_refusals
 
 PROMOTION = "tuneloop.dev/promotion"
@@ -76,7 +80,7 @@ def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployO
         namespace = OWN_NAMESPACE.read_text() if OWN_NAMESPACE.is_file() else NAMESPACE
     score: float = metrics.manifest.results["mean_reward"]
     server = Server(connect_to_cluster(namespace), options.deployment)
-    prompt = pq.read_table(metrics.part("samples.parquet"))["prompt"][0].as_py()
+    prompt = pq.read_table(metrics.part(SAMPLES_FILE))["prompt"][0].as_py()
 
     # From here on pods are replaced; the annotation says what to go back to.
     server.change(lambda current: begin_promotion(current, model.ref, score, options))

@@ -1,4 +1,8 @@
-"""Measure a policy on held-out prompts."""
+"""Measure a policy on held-out prompts.
+
+It scores completions as the stage `reward` does, or their likeness to demonstrations where the data
+has no answers (`inference/held_out.py`). `deploy_model` gates by its `mean_reward`.
+"""
 
 from typing import ClassVar
 
@@ -9,7 +13,13 @@ from pydantic import Field
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.facts import PromptFacts
-from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs, open_rows, read_rows
+from tuneloop.formats.rollouts import (
+    SAMPLES,
+    SAMPLES_FILE,
+    build_reward_inputs,
+    open_rows,
+    read_rows,
+)
 from tuneloop.formats.rows import list_columns
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
@@ -98,7 +108,7 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
         row | {"score": outcome.score, "outcome": outcome.outcome}
         for row, outcome in zip(scored_rows, outcomes)
     ]
-    pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / "samples.parquet")
+    pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / SAMPLES_FILE)
     mean = sum(scores) / len(scores)
     stage.facts["outcomes"] = counts
     stage.metric(options.iteration, mean_reward=mean, scored=len(scores) / len(rows))

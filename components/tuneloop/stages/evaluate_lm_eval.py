@@ -1,5 +1,8 @@
 """Measure a policy by tasks of lm-eval, EleutherAI's Language Model Evaluation Harness, which runs
 as it is.
+
+No shipped pipeline has it; docs/stages.md shows how a pipeline draws it. The tasks decide what is
+asked, so that it reads no data of `data_prep`.
 """
 
 import json
@@ -21,7 +24,7 @@ from tuneloop.core.errors import Unavailable, UserError, find_disk_error
 from tuneloop.core.hub import is_unreachable
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.formats.facts import VersionFacts
-from tuneloop.formats.rollouts import SAMPLES, TEXTS
+from tuneloop.formats.rollouts import SAMPLES, SAMPLES_FILE, TEXTS
 from tuneloop.inference.proof import (
     WrongWeights,
     check_nearest_version,
@@ -122,7 +125,7 @@ def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> 
         )
     results = evaluation["results"]
     metrics_by_task = read_metrics(evaluation, options.metric)
-    write_samples(evaluation["samples"], metrics_by_task, stage.out / "samples.parquet")
+    write_samples(evaluation["samples"], metrics_by_task, stage.out / SAMPLES_FILE)
     version = VersionFacts.read(policy).version
     curves = {
         f"{task}/{name}": value

@@ -1,4 +1,8 @@
-"""Score rollouts with a reward model, in place of `reward` or in addition to its scores."""
+"""Score rollouts with a reward model, in place of `reward` or in addition to its scores.
+
+It takes rollouts, or what `reward` made of them, and writes the same columns, so that
+`policy_update` reads either (`JUDGEMENTS` of `formats/rollouts.py`).
+"""
 
 import json
 from typing import Annotated
@@ -12,6 +16,7 @@ from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.carried import pass_carried
+from tuneloop.formats.rollouts import FILE, JUDGEMENTS, REWARDS_FILE
 from tuneloop.formats.token_files import Document
 from tuneloop.training import checkpoint
 from tuneloop.training.options import ScoringOptions
@@ -65,7 +70,7 @@ def model_reward(
             "has a smaller vocabulary; train it from a model with this tokenizer",
         )
     with stage.timed("score"):
-        # A score has no targets: nothing is predicted.
+        # No token is a target: `Scorer.collate` adds the one at whose position the score is read.
         documents = [Document(ids, [False] * len(ids)) for ids in sequences]
         model_scores = score_documents(
             stage, model, documents, per_device_eval_batch_size, Scorer.scores
@@ -74,7 +79,7 @@ def model_reward(
     scores = [score for score in table["score"].to_pylist() if score is not None]
     mean = sum(scores) / len(scores) if scores else 0.0
     if stage.leader:
-        pq.write_table(table, stage.out / "rewards.parquet")
+        pq.write_table(table, stage.out / REWARDS_FILE)
         pass_carried(rollouts, stage.out)
     # The facts of the rollouts are passed on as they are: the update needs them.
     stage.facts.update(rollouts.manifest.facts)
@@ -92,7 +97,7 @@ def model_reward(
 def read_rollouts(rollouts: Artifact) -> pa.Table:
     """Read rollouts, scored or not. Raises UserError: there are none."""
     # The output of `reward` has the columns of rollouts, too.
-    for name in ("rewards.parquet", "rollouts.parquet"):
+    for name in (REWARDS_FILE, FILE):
         if name not in rollouts.manifest.files:
             continue
         table = pq.read_table(rollouts.part(name))
@@ -110,10 +115,9 @@ def add_model_scores(table: pa.Table, model_scores: list[float], weight: float) 
     judgements: list[JsonObject] = [
         {"outcome": "score", "score": 0.0, "breakdown": "{}"} for _ in range(table.num_rows)
     ]
-    columns = ["outcome", "score", "breakdown"]
     if "score" in table.column_names:
-        judgements = table.select(columns).to_pylist()
-        table = table.drop_columns(columns)
+        judgements = table.select(JUDGEMENTS.names).to_pylist()
+        table = table.drop_columns(JUDGEMENTS.names)
     sums: list[float | None] = []
     breakdowns: list[str] = []
     for judgement, model_score in zip(judgements, model_scores):
@@ -122,9 +126,9 @@ def add_model_scores(table: pa.Table, model_scores: list[float], weight: float) 
         breakdown = json.loads(judgement["breakdown"]) | {"model": model_score}
         breakdowns.append(json.dumps(breakdown, sort_keys=True))
     outcomes = [judgement["outcome"] for judgement in judgements]
-    table = table.append_column("outcome", pa.array(outcomes, pa.string()))
-    table = table.append_column("score", pa.array(sums, pa.float32()))
-    return table.append_column("breakdown", pa.array(breakdowns, pa.string()))
+    for field, values in zip(JUDGEMENTS, (outcomes, sums, breakdowns)):
+        table = table.append_column(field, pa.array(values, field.type))
+    return table
 
 
 if __name__ == "__main__":

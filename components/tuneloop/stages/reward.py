@@ -1,4 +1,8 @@
-"""Judge rollouts: a weighted sum of named rewards, with typed outcomes and an error budget."""
+"""Judge rollouts: a weighted sum of named rewards, with typed outcomes and an error budget.
+
+Rewards themselves are in `tuneloop.rewards`; the rows say which of them judge (column
+``reward_spec``).
+"""
 
 import itertools
 import json
@@ -18,7 +22,7 @@ from tuneloop.core import plugins
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.carried import pass_carried
-from tuneloop.formats.rollouts import FILE, ROWS, open_rows
+from tuneloop.formats.rollouts import FILE, JUDGEMENTS, REWARDS_FILE, ROWS, open_rows
 from tuneloop.rewards.scoring import KINDS, Outcome, compute_full_marks, parse_spec
 from tuneloop.rewards.stage_scoring import ScoringStage
 
@@ -102,7 +106,7 @@ def reward(
             f"{crashes} of {len(outcomes)} rollouts crashed a reward and got its least score: "
             "read what they say"
         )
-    _write(sampled, outcomes, stage.out / "rewards.parquet")
+    _write(sampled, outcomes, stage.out / REWARDS_FILE)
     pass_carried(rollouts, stage.out)
     summary = summarize_rewards(rows, outcomes)
     # The facts of the rollouts are passed on as they are: the update needs them.
@@ -125,15 +129,14 @@ def _write(file: pq.ParquetFile, outcomes: Sequence[Outcome], scored: Path) -> N
     """Write the rollouts with their outcomes, one row group after another."""
     # The rollouts may be larger than the memory, so that one row group is read at a time.
     remaining = iter(outcomes)
-    # The names and types of the added columns are in the order of the values below.
-    added = pa.schema({"outcome": pa.string(), "score": pa.float32(), "breakdown": pa.string()})
-    schema = pa.schema(list(file.schema_arrow) + list(added))
+    schema = pa.schema(list(file.schema_arrow) + list(JUDGEMENTS))
     with pq.ParquetWriter(scored, schema) as writer:
         for batch in file.iter_batches(ROWS):
             part = list(itertools.islice(remaining, batch.num_rows))
             breakdowns = [json.dumps(o.breakdown, sort_keys=True) for o in part]
+            # In the order of `JUDGEMENTS`.
             columns = [[o.outcome for o in part], [o.score for o in part], breakdowns]
-            arrays = [pa.array(values, field.type) for values, field in zip(columns, added)]
+            arrays = [pa.array(values, field.type) for values, field in zip(columns, JUDGEMENTS)]
             writer.write_batch(pa.record_batch(batch.columns + arrays, schema=schema))
 
 

@@ -1,4 +1,8 @@
-"""Supervised fine-tuning: the policy learns the completions of the demonstrations."""
+"""Supervised fine-tuning: the policy learns the completions of the demonstrations.
+
+With another backend that one trains, and this stage still reads the data, measures and writes the
+checkpoint (`training/delegation.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage
+from tuneloop.core.context import METRICS
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.corpora import read_corpus, report_split_conversations
@@ -116,7 +121,7 @@ def sft(
             stage, trainer, len(documents), options, lambda i: [documents[i]], step, held_out
         )
     if held_out and stage.leader:
-        losses = held_out.summarize(stage.out / "metrics.jsonl")
+        losses = held_out.summarize(stage.out / METRICS)
         stage.facts.update(losses.to_facts())
         stage.log(f"held-out loss {losses}")
     checkpoint.release_device(stage, trainer)

@@ -1,4 +1,8 @@
-"""The algorithm that a training stage is asked for: its class, its options, and what refuses them."""
+"""The algorithm that a training stage is asked for: its class, its options, and what refuses them.
+
+`policy_update` and `preference` declare their parameters by it, `config/algorithms.py` the section
+of the settings. Algorithms themselves are in `tuneloop.algorithms`.
+"""
 
 from typing import Annotated, Any, TypeVar
 
@@ -9,6 +13,7 @@ from tuneloop.algorithms._preference import Preference
 from tuneloop.core import plugins
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 
 Kind = TypeVar("Kind", bound=BaseModel)
 REMEDIES: dict[type[BaseModel], str] = {
@@ -50,9 +55,21 @@ def open_algorithm(
         raise convert_validation_error(error, prefix) from None
 
 
+def list_stage_parameters(algorithm: BaseModel) -> JsonObject:
+    """Return the parameters of a stage for a configuration's section `algorithm`
+    (`tuneloop.config.algorithms`): the name, and the options that differ from their defaults.
+
+    A default has no part in them: spelled out or not, it is the same parameter of the stage.
+    """
+    return {
+        "algorithm": algorithm.model_dump()["kind"],
+        "algorithm_args": algorithm.model_dump(exclude={"kind"}, exclude_defaults=True),
+    }
+
+
 def validate_kind(kind: type[BaseModel]) -> AfterValidator:
-    """Return a validator that refuses shipped algorithms of another kind; a stage's image may have
-    others.
+    """Return a validator that refuses shipped algorithms of another kind. Any other name passes:
+    only the image of the stage need have that algorithm.
     """
 
     def check(name: str) -> str:

@@ -11,6 +11,10 @@ A checkpoint of `policy_update` has no ``trainer/``: ``facts.trainer_state`` has
 ``state.json``, with the digest of the tensors, and ``notes.state_since`` names the checkpoint from
 which updates must be repeated to restore them. If they are written (``state_every``), it is as an
 artifact at ``state`` below the checkpoint, committed later.
+
+Every stage that trains ends with `release_device` and `write_checkpoint`, in this order, on all
+ranks: the next holder of the devices does not wait for files. `policy_update` alone uses
+`RESIDENT`.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ if TYPE_CHECKING:
 
 
 STATE_FILE = "trainer/state.json"
+"""The file of a checkpoint with a `TrainerState` (`formats/facts.py`): what is added here is added
+there, with a default for older checkpoints."""
 DROPPED_SETTINGS = "dropped_generation_settings"
 """The fact with the base's settings of sampling that are not handed on."""
 
@@ -271,7 +277,7 @@ def write_checkpoint(
         elif state_as == "files":
             trainer.save(stage.out / "trainer")
             if stage.leader:
-                (stage.out / "trainer" / "state.json").write_text(dump_canonical_json(state))
+                (stage.out / STATE_FILE).write_text(dump_canonical_json(state))
     if stage.leader:
         with stage.timed("canary"):
             write_next_canary(stage, written, policy, version)

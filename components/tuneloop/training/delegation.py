@@ -24,7 +24,7 @@ from tuneloop.core.errors import (
     Unavailable,
     UserError,
 )
-from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.training.algorithm_lookup import list_stage_parameters
 from tuneloop.training.backends import load_backend, run_here
 from tuneloop.training.checkpoint import model_dir
 from tuneloop.training.fetch import fetch_artifact
@@ -32,18 +32,6 @@ from tuneloop.training.options import TrainerOptions
 
 if TYPE_CHECKING:
     from tuneloop.training.fsdp.trainer import Trainer
-
-
-def _list_parameters(settings: JsonMapping) -> JsonObject:
-    """Return settings as the stage has them: in a configuration `algorithm` is a section, and the
-    stage has its name and its options."""
-    parameters = dict(settings)
-    algorithm = parameters.get("algorithm")
-    if isinstance(algorithm, BaseModel):
-        parameters["algorithm"] = algorithm.model_dump()["kind"]
-        options = algorithm.model_dump(exclude={"kind"}, exclude_defaults=True)
-        parameters["algorithm_args"] = options
-    return parameters
 
 
 def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
@@ -58,7 +46,12 @@ def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
             raise ValueError("has no backend_args: its options are the stage's own")
         return None
     if ":" not in name:
-        load_backend(name).build_for_stage(_list_parameters(info.data))
+        parameters = dict(info.data)
+        algorithm = parameters.get("algorithm")
+        # The fields of a configuration's section are checked here, too.
+        if isinstance(algorithm, BaseModel):
+            parameters |= list_stage_parameters(algorithm)
+        load_backend(name).build_for_stage(parameters)
     return name
 
 

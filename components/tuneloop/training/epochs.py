@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tuneloop.core.artifacts import Artifact, dump_canonical_json
 from tuneloop.core.component import Stage
+from tuneloop.core.context import METRICS
 from tuneloop.core.seeds import draw_indices
 from tuneloop.core.threads import map_ahead
 from tuneloop.formats.token_files import Document
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.trainer import Trainer
     from tuneloop.training.held_out import HeldOutLoss
 
+STATE_FILE = "trainer/state.json"
+"""The file of a resume point that says where training stood: step, batch size, processes. In a
+checkpoint the file of this name says other things (`checkpoint.STATE_FILE`)."""
 TrainerKind = TypeVar("TrainerKind", bound="Trainer")
 
 
@@ -180,10 +184,10 @@ def _resume(stage: Stage, trainer: EpochTrainer, batch: int) -> int:
     point = stage.latest_resume()
     if point is None:
         return batch
-    state = json.loads(point.part(checkpoint.STATE_FILE).read_text())
+    state = json.loads(point.part(STATE_FILE).read_text())
     trainer.load(point.part("trainer"), state["step"])
     if stage.leader:
-        (stage.out / "metrics.jsonl").write_bytes(point.part("metrics.jsonl").read_bytes())
+        (stage.out / METRICS).write_bytes(point.part(METRICS).read_bytes())
     step = state["step"]
     world_size = state["world_size"]
     stage.notes["resumed_from"] = step
@@ -198,5 +202,5 @@ def _write_resume(stage: Stage, trainer: EpochTrainer, batch: int, path: Path) -
     trainer.save(path / "trainer")
     if stage.leader:
         state = {"step": trainer.step, "world_size": trainer.ranks.world, "batch": batch}
-        (path / checkpoint.STATE_FILE).write_text(dump_canonical_json(state))
-        (path / "metrics.jsonl").write_bytes((stage.out / "metrics.jsonl").read_bytes())
+        (path / STATE_FILE).write_text(dump_canonical_json(state))
+        (path / METRICS).write_bytes((stage.out / METRICS).read_bytes())

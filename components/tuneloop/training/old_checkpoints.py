@@ -1,5 +1,9 @@
 """Checkpoints that a loop has left behind: which of them are still needed, and the deletion of the
 others.
+
+`policy_update` deletes after each commit; `tuneloop gc` by the same rules (`runs/retention.py`),
+and forks and promotions pin what they need. The names of files and notes here are those of
+committed artifacts.
 """
 
 import itertools
@@ -7,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Protocol
 
 from tuneloop.core.artifacts import PRUNED, Artifact, Manifest, find_manifest, split_ref
-from tuneloop.core.context import Stage
+from tuneloop.core.context import METRICS, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.formats.facts import LineageFacts
@@ -26,8 +30,6 @@ PINS = "pins"
 """Folder below a run: ``pins/<key of a checkpoint>/<who needs it>``, for forks and promoted
 versions.
 """
-HISTORY = "metrics.jsonl"
-"""The file that is kept of a deleted checkpoint, beside its manifest: the curves of a run need it."""
 
 
 class RetentionParams(Protocol):
@@ -52,7 +54,7 @@ def pin_artifact(artifact: Artifact, owner: str) -> None:
     Store(run).put(pin, b"")
     # Only once the pin stands are the files sure to stay.
     files = set(Store(f"{artifact.url}/{artifact.manifest.root}").keys(""))
-    if files <= {HISTORY} and not artifact.manifest.files.keys() <= {HISTORY}:
+    if files <= {METRICS} and not artifact.manifest.files.keys() <= {METRICS}:
         Store(run).delete(pin)
         remedy = "has lost its files to retention (save_total_limit, gc); take another"
         raise UserError("artifact", artifact.url, remedy)
@@ -169,7 +171,7 @@ def prune_checkpoint(url: str, manifest: Manifest, rule: str) -> None:
     store.put(PRUNED, rule.encode())
     store.delete(STATE)
     folders = {name.split("/")[0] for name in manifest.files}
-    for folder in sorted(folders - {HISTORY}):
+    for folder in sorted(folders - {METRICS}):
         store.delete(f"{manifest.root}/{folder}")
 
 

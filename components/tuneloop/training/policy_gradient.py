@@ -1,5 +1,9 @@
 """Steps on samples: the log-probabilities of micro-batches, an algorithm's loss on them, and its
 metrics.
+
+`stages/policy_update.py` scores samples by other policies with `Objective.score`, and takes each
+step with `Objective.step`. The names of metrics are those of the curves on the page, of trackers
+and of alarms (`runs/alarms.py`).
 """
 
 from __future__ import annotations
@@ -7,7 +11,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from tuneloop.algorithms._objective import LossOutput, PolicyGradient, Tokens
@@ -25,19 +29,34 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.trainer import Trainer
 
 
-RESERVED_METRICS = (
-    "step",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "tokens",
-    "used",
-    "mean_reward",
-    "age",
-    "logprob_gap_max",
-    "importance_ess",
-)
-"""What `Objective.step` and `Tally` record of a step, beside what algorithms name."""
+@dataclass(frozen=True)
+class StepMetrics:
+    """What is recorded of every step, whatever the algorithm. Names are those in ``metrics.jsonl``.
+
+    Attributes:
+        loss: summed over the tokens, each with its weight.
+        grad_norm: before clipping.
+        tokens: targets of the samples that count in the mean.
+        used: the share of the samples that went through the model.
+        mean_reward: of all samples.
+        age: the mean number of versions between the policy that sampled and this one.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    used: float
+    mean_reward: float
+    age: float
+
+
+LARGEST_GAP = "logprob_gap_max"
+SAMPLE_SIZE = "importance_ess"
+RESERVED_METRICS = {"step", LARGEST_GAP, SAMPLE_SIZE} | {
+    field.name for field in fields(StepMetrics)
+}
+"""Metrics that no auxiliary loss may be called: of every step, and those that `Tally` adds."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +138,16 @@ class Objective:
         means = tally.result()
         # A token's loss is weighed already: the loss of the batch is the sum over its tokens.
         loss = means.pop("loss") * tally.count
-        self.stage.metric(
-            trainer.step,
+        metrics = StepMetrics(
             loss=loss,
             grad_norm=norm,
             learning_rate=rate,
-            tokens=sum(sample.document.target_count for sample in counted),
+            tokens=target_count,
             used=len(used) / len(samples),
             mean_reward=sum(sample.score or 0.0 for sample in samples) / len(samples),
             age=sum(sample.age for sample in samples) / len(samples),
-            **means,
         )
+        self.stage.metric(trainer.step, **asdict(metrics), **means)
         return loss
 
     def _forward(
@@ -220,9 +238,9 @@ class Tally:
             return result
         gaps = values_by_name["logprob_gap"]
         # A rank may have no tokens of the last mini-batch.
-        (result["logprob_gap_max"],) = self.ranks.max([float(gaps.max()) if len(gaps) else 0.0])
+        (result[LARGEST_GAP],) = self.ranks.max([float(gaps.max()) if len(gaps) else 0.0])
         weights = values_by_name["importance_weight"]
         (squares,) = self.ranks.sum([float(weights.square().sum())])
         total_weight = result["importance_weight"] * count
-        result["importance_ess"] = total_weight**2 / (count * squares)
+        result[SAMPLE_SIZE] = total_weight**2 / (count * squares)
         return result

@@ -1,6 +1,9 @@
 """Scored rollouts, read and checked for `policy_update`.
 
 Every rank holds all of them, so a token takes some 25 bytes and not the hundreds of Python objects.
+
+`policy_update` reads them once, on each rank. `training/mini_batches.py` then sets advantages and
+which of them are used, and `training/policy_gradient.py` their log-probabilities.
 """
 
 import math
@@ -15,7 +18,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.facts import CheckpointFacts, RewardFacts
-from tuneloop.formats.rollouts import ROWS, open_rows
+from tuneloop.formats.rollouts import REWARDS_FILE, ROWS, open_rows
 from tuneloop.formats.token_files import Document
 
 TOKENS = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "policy_versions")
@@ -85,9 +88,7 @@ def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sa
     """
     # Groups are numbered as they come.
     groups: dict[str, int] = {}
-    rows = _iterate_rows(
-        open_rows(rewards, "rewards.parquet", COLUMNS, "--rewards", "the stage reward")
-    )
+    rows = _iterate_rows(open_rows(rewards, REWARDS_FILE, COLUMNS, "--rewards", "the stage reward"))
     return [
         _make_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness)
         for row in rows

@@ -7,10 +7,11 @@ Whoever reads it knows its keys by their names alone: `ui/static/*.js`, `ui/repo
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from tuneloop.cluster.watch import read_status
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import Connection
 from tuneloop.runs.alarms import find_alarms
@@ -18,8 +19,9 @@ from tuneloop.runs.committed import Entry
 from tuneloop.runs.completeness import describe_missing, list_missing
 from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.prepared_data import describe_data
-from tuneloop.runs.run_record import Run
-from tuneloop.runs.stages import list_cluster_stages, list_stages
+from tuneloop.runs.records import WORKFLOW_FILE, Record
+from tuneloop.runs.run_record import Curve, Run
+from tuneloop.runs.stages import StageStatus, list_cluster_stages, list_stages
 from tuneloop.runs.summary import (
     describe_iterations,
     describe_reward,
@@ -30,21 +32,95 @@ from tuneloop.runs.summary import (
 from tuneloop.weights import live
 from tuneloop.weights.inspect import list_versions
 
-Ask = Callable[[Run], dict[str, Any]]
-"""Asks another executor than Argo for a part of `describe_state`: ``phase``, ``message`` and
-``stages``.
-"""
 SPARKLINE_POINTS = 60
 """About so many rewards are drawn as a line that is a hundred pixels wide."""
 PROGRAM = ("tuneloop", "python", "image")
 """The entries of a manifest's provenance that are listed beside its packages."""
 
 
+class Progress(TypedDict):
+    """What an executor knows of a run.
+
+    Attributes:
+        phase: as `Run.phase`, in lower case.
+        message: why, in words; may be empty.
+    """
+
+    phase: str
+    message: str
+    stages: list[StageStatus]
+
+
+Ask = Callable[[Run], Progress]
+"""Asks another executor than Argo for the progress of a run."""
+
+
+class RunState(Progress):
+    """What `describe_state` returns.
+
+    Attributes:
+        data, rows: of the prepared data, its layouts and how many rows, in words.
+        committed: how many artifacts there are.
+        iteration: the newest; `iterations` has it in words, with the maximum.
+        reward, held_out_loss: in words.
+        loop_end: when the loop will have ended, Unix seconds; None where it is not known.
+        evaluation: the key of the newest one.
+        rewards: of iterations, or of evaluations where there are none; thinned out.
+    """
+
+    name: str
+    record: Record | None
+    data: str
+    rows: str
+    committed: int
+    iteration: int
+    iterations: str
+    reward: str
+    held_out_loss: str
+    loop_end: float | None
+    evaluation: str | None
+    rewards: list[float]
+
+
+class RunDescription(TypedDict):
+    """What `describe_run` returns, and the report adds to.
+
+    Attributes:
+        failures: task → why it failed.
+        templates: the graphs of the workflow, as Argo has them.
+        artifacts: each as `_describe_artifact` has it.
+        bytes: of all artifacts.
+        phases: stage by stage, as `_list_phases` has it.
+        note: what is missing, in words.
+        medians: stage of the loop → seconds that it takes.
+        packages: name and version.
+        verdict: of the report alone, whether the run improved.
+        left_out: of the report alone, artifacts for which it has no room.
+    """
+
+    name: str
+    record: Record | None
+    url: str
+    devices: list[str]
+    curves: list[Curve]
+    alarms: list[str]
+    failures: dict[str, str]
+    templates: list[JsonObject]
+    artifacts: list[JsonObject]
+    bytes: int
+    phases: list[JsonObject]
+    note: str
+    medians: dict[str, float]
+    packages: list[tuple[str, str]]
+    verdict: NotRequired[str]
+    left_out: NotRequired[int]
+
+
 def describe_state(
     run: Run,
     cluster: Connection | None,
     ask: Ask | None = None,
-) -> dict[str, Any]:
+) -> RunState:
     """Describe the state of a run: its phase, its stages and what each waits for, and its rewards
     for a sparkline.
 
@@ -53,7 +129,7 @@ def describe_state(
         cluster: the cluster that executes it, if it is not executed here.
         ask: asks another executor, if there is no cluster.
     """
-    status: dict[str, Any] = {
+    status: Progress = {
         "phase": run.phase,
         "message": "",
         "stages": list_stages(run),
@@ -86,21 +162,23 @@ def describe_state(
     loop_end: float | None = None
     if status["phase"] == "running":
         loop_end = estimate_loop_end(run, limit, target_reward)
-    return (
-        status
-        | describe_data(run)
-        | {
-            "name": run.name,
-            "record": run.record,
-            "committed": len(run.entries),
-            "iteration": run.iteration,
-            "iterations": describe_iterations(run, limit),
-            "reward": describe_reward(run),
-            "held_out_loss": str(find_held_out(run) or ""),
-            "loop_end": loop_end,
-            "evaluation": evaluations[-1].key if evaluations else None,
-            "rewards": thin_out(rewards),
-        }
+    data = describe_data(run)
+    return RunState(
+        phase=status["phase"],
+        message=status["message"],
+        stages=status["stages"],
+        data=data["data"],
+        rows=data["rows"],
+        name=run.name,
+        record=run.record,
+        committed=len(run.entries),
+        iteration=run.iteration,
+        iterations=describe_iterations(run, limit),
+        reward=describe_reward(run),
+        held_out_loss=str(find_held_out(run) or ""),
+        loop_end=loop_end,
+        evaluation=evaluations[-1].key if evaluations else None,
+        rewards=thin_out(rewards),
     )
 
 
@@ -112,14 +190,8 @@ def thin_out(rewards: list[float]) -> list[float]:
     return rewards[(len(rewards) - 1) % step :: step]
 
 
-def describe_run(run: Run) -> dict[str, Any]:
-    """Describe all artifacts of a run, its curves, its alarms, its settings and its workflow.
-
-    Returns:
-        What the page of a run shows. ``templates`` has the graphs of the workflow, ``bytes`` is the
-        size of all artifacts, ``medians`` has the seconds that a stage of the loop takes, and
-        ``note`` says in words what is missing.
-    """
+def describe_run(run: Run) -> RunDescription:
+    """Describe all artifacts of a run, its curves, its alarms, its settings and its workflow."""
     curves = run.curves()
     artifacts = [_describe_artifact(run, entry) for entry in run.entries]
     # A report of what is left is better than none.
@@ -127,13 +199,13 @@ def describe_run(run: Run) -> dict[str, Any]:
     missing = list_missing(run)
     if missing:
         notes.append(f"{describe_missing(missing)} in {run.url} is missing; restore it from a copy")
-    templates: list[dict[str, Any]] = []
-    has_workflow = run.record and (run.directory / "workflow.yaml").is_file()
+    templates: list[JsonObject] = []
+    has_workflow = run.record and (run.directory / WORKFLOW_FILE).is_file()
     workflow = run.read_workflow() if has_workflow else {}
     if workflow:
         templates = [template for template in workflow["spec"]["templates"] if "dag" in template]
     elif run.record:
-        notes.append(f"the graph is left out: {run.directory}/workflow.yaml is missing")
+        notes.append(f"the graph is left out: {run.directory}/{WORKFLOW_FILE} is missing")
     return {
         "name": run.name,
         "record": run.record,
@@ -166,7 +238,7 @@ def describe_weights(run: Run) -> dict[str, Any]:
     }
 
 
-def _list_phases(run: Run) -> list[dict[str, Any]]:
+def _list_phases(run: Run) -> list[JsonObject]:
     """List the stages of a run with the seconds that each worked: in an iteration, and in all."""
     return [
         {
@@ -192,7 +264,7 @@ def _list_packages(run: Run) -> list[tuple[str, str]]:
     return sorted(packages)
 
 
-def _describe_artifact(run: Run, entry: Entry) -> dict[str, Any]:
+def _describe_artifact(run: Run, entry: Entry) -> JsonObject:
     """Describe an artifact by what its manifest states, measured and notes."""
     manifest = entry.manifest
     provenance = manifest.provenance

@@ -1,5 +1,7 @@
 """Files of artifacts that a page shows: proved when they are read, and again once they have
 changed.
+
+`ui/samples.py` keeps two of these in the process of the page: completions, and texts of tokens.
 """
 
 import os
@@ -16,7 +18,8 @@ from tuneloop.core.errors import Corrupt, Retryable, Unavailable, UserError, fin
 Content = TypeVar("Content")
 Result = TypeVar("Result")
 TRIES = 3
-"""How often a file that changes meanwhile is read. Any use of a cached object changes its times."""
+"""How often a file that changes meanwhile is read. Other processes that use a file of the cache set its
+times (`core/cache.py`), which looks like a change."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """The report of a run: the live page with all data that it would request, in one file that opens
 offline.
+
+`run` writes it when it ends, `tuneloop report` anew, and KFP shows it as a task's output. It has
+the same scripts as the page, and answers in place of their requests.
 """
 
 import base64
@@ -21,7 +24,7 @@ from tuneloop.runs.committed import Entry
 from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Curve, Run
 from tuneloop.runs.summary import judge_run
-from tuneloop.ui.describe import describe_run, describe_state
+from tuneloop.ui.describe import RunDescription, describe_run, describe_state
 from tuneloop.ui.samples import COMPLETIONS, FILES, TOKENS, read_page
 from tuneloop.weights.inspect import list_versions
 
@@ -101,7 +104,7 @@ def render_page(run: Run) -> str:
     )
 
 
-def _shorten_description(description: dict[str, Any]) -> None:
+def _shorten_description(description: RunDescription) -> None:
     """Reduce what `describe_run` returned to what a report has room for."""
     looped = [
         artifact["key"]

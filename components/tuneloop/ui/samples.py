@@ -1,5 +1,8 @@
 """The completions of an iteration or of an evaluation, a page at a time: found, ordered, and with
 their tokens.
+
+The page asks for it by `ui/app.py`, and the report by `ui/report.py`. Columns are those of
+`formats/rollouts.py`.
 """
 
 import json
@@ -14,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tuneloop.core.errors import UserError
-from tuneloop.formats.rollouts import FILE, read_rows
+from tuneloop.formats.rollouts import FILE, REWARDS_FILE, SAMPLES_FILE, read_rows
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.run_record import Run
 from tuneloop.ui.proved_files import ProvedFiles
@@ -25,7 +28,7 @@ MOST_TOKENS = 400
 """The tokens of a completion that a page of several shows; a single completion is shown whole."""
 BATCH = 1 << 14
 """The number of rows whose texts are in memory at once during a search."""
-FILES = ("rewards.parquet", FILE, "samples.parquet")
+FILES = (REWARDS_FILE, FILE, SAMPLES_FILE)
 """The files with completions, the one with most columns first."""
 TOKENS = ("completion_ids", "logprobs", "loss_mask", "policy_versions")
 """The columns with a value for each token."""

@@ -570,7 +570,7 @@ def test_reading_commands_on_a_finished_run(call: Call, finished: Path) -> None:
         call("weights", "verify", "done", "3", *at).out
         == "version 3  iterations/2/policy-update: 2/2 files as committed\n"
     )
-    refused(call("weights", "verify", "done", "7", *at), "versions: 1, 2, 3")
+    refused(call("weights", "verify", "done", "7", *at), "versions v1, v2, v3")
     assert "no stage" not in call("logs", "done", *at).out
     refused(call("logs", "done", "nope", *at), "those that have: sft")
     assert call("report", "done", "-o", "page.html", *at).out == "page.html\n"

@@ -10,6 +10,7 @@ from tests.unit.ui.test_report import read_answers
 from tuneloop.cli import run_cli
 from tuneloop.cli.live import Display
 from tuneloop.core.artifacts import Draft
+from tuneloop.core.component import COMMITTED
 from tuneloop.data.sizes import Split, describe_rows
 from tuneloop.local.journal import Node
 from tuneloop.runs.run_record import Run
@@ -117,4 +118,18 @@ def test_the_terminal_of_a_run_shows_what_data_prep_says(
         "data-prep: recognised: ShareGPT; conversations from conversations",
         "data-prep: 19 demonstrations, 1 held out",
         "data-prep: 0.0 s",
+    ]
+
+
+def test_data_that_is_committed_already_has_its_counts_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = Node("d", "r.data-prep", "data-prep", "data-prep", "Pod", outputs={"sft": "19"})
+    with Display(Run("r", str(tmp_path)), {"spec": {}}) as display:
+        display.log(node, f"data_prep: {COMMITTED}")
+        node.phase = "Succeeded"
+        display.node(node)
+    assert [line[10:] for line in capsys.readouterr().out.splitlines()] == [
+        f"data-prep: {COMMITTED}",
+        "data-prep: 0.0 s  sft 19",
     ]

@@ -108,7 +108,7 @@ def test_a_seed_decides_what_is_sampled(store: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--version", "7"], "--version: 7: is not in r; its newest are 0, 1"),
+        (["--version", "7"], "--version: 7: is not in r, which has the versions v0, v1"),
         (["--plain", "--system", "s"], "is for a chat, and this model has no chat template"),
         (["--device", "cuda:9"], "--device: 'cuda:9': is not here"),
     ],
@@ -131,4 +131,4 @@ def test_a_prompt_beyond_the_context_is_refused(store: Path) -> None:
 def test_a_run_without_a_model_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Draft(f"{tmp_path}/r/data-prep").commit(stage="data_prep", kind="prompts")
     assert run_cli(["generate", "r", "--store", str(tmp_path), "--prompt", "a"]) == 2
-    assert "has made no model yet" in capsys.readouterr().err
+    assert "has made no version yet" in capsys.readouterr().err

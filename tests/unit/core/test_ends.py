@@ -31,7 +31,9 @@ from tuneloop.core.ends import (
     EndClass,
     build_retry_expression,
     classify_end,
+    cut_error,
     describe_exit,
+    strip_exit,
 )
 from tuneloop.core.errors import (
     TERMINATION_LOG,
@@ -279,3 +281,18 @@ def test_what_a_rank_leaves_is_not_replaced_by_who_lost_it(
     write_termination_message("failed for now: rank 1: reward")
     write_termination_message("unavailable: another process of this stage has ended", replace=False)
     assert words.read_text() == "failed for now: rank 1: reward"
+
+
+@pytest.mark.parametrize(
+    ("message", "beginning"),
+    [
+        ("exit code 2: --skill: 2: unknown", "exit code 2"),
+        ("Error (exit code 75): unavailable: store\nsecond line", "Error (exit code 75)"),
+        ("exit code 139 (SIGSEGV, invalid memory reference): line", describe_exit(139)),
+        ("pod deleted", "pod deleted"),
+    ],
+)
+def test_a_message_is_the_exit_and_the_last_line(message: str, beginning: str) -> None:
+    assert cut_error(message) == beginning
+    if beginning != message:
+        assert f"{beginning}: {strip_exit(message)}" == message

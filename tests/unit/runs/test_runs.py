@@ -165,7 +165,7 @@ def test_a_record_is_written_once_and_read_back(tmp_path: Path) -> None:
     assert (tmp_path / "r" / "workflow.yaml").read_text() == "kind: Workflow\n"
     assert (tmp_path / "r" / "config.yaml").read_text() == "a: 1\n"
     assert records.read_record("r", str(tmp_path)) == run.record
-    assert [r.run for r in records.read_records(str(tmp_path))] == ["r"]
+    assert records.list_runs(str(tmp_path)) == ["r"]
     with pytest.raises(UserError, match="another process"):
         run_record.Run.create(record(tmp_path, a=2), "kind: Workflow\n")
 

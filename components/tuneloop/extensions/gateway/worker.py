@@ -10,6 +10,9 @@ lease (`tuneloop.sharing.leases`), as long as requests follow one another. At SI
 ``--idle`` seconds without a request, it executes its accepted requests, and saves the models
 (`Worker.drain`). Exit codes: 0 after that; 1 if the models on the device are lost; 75 if it lost
 its lease.
+
+Who starts it: the Job that `jobs.py` writes, or `processes.py` here. The headers are named once,
+here, and used by `app.py`, too.
 """
 
 import argparse
@@ -44,7 +47,12 @@ from tuneloop.core.threads import repeat_in_background
 from tuneloop.extensions.gateway import messages, wire
 from tuneloop.extensions.gateway.session import Session
 from tuneloop.inference.refusals import Refused, create_app
-from tuneloop.inference.server import UVICORN, bind_address, serve_until_signalled
+from tuneloop.inference.server import (
+    UVICORN,
+    add_address_flags,
+    bind_address,
+    serve_until_signalled,
+)
 from tuneloop.sharing.lease_storage import open_lease_group
 
 if TYPE_CHECKING:
@@ -492,8 +500,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         default=30.0,
         help="of the group's lease, in seconds",
     )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which")
+    add_address_flags(parser)
     parser.add_argument("--fd", type=int, help="an inherited listening socket, in place of a port")
     parser.add_argument(
         "--parent",

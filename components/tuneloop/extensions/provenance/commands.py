@@ -1,4 +1,7 @@
-"""Commands that explain what made a version, judge it by another reward, and name, sign and publish versions."""
+"""Commands that explain what made a version, judge it by another reward, and name, sign and publish versions.
+
+Each command opens a run, calls one function of this package, and prints.
+"""
 
 import heapq
 import json
@@ -45,10 +48,11 @@ def explain_version(
     """
     from tuneloop.extensions.provenance import questions
     from tuneloop.runs import summary
+    from tuneloop.runs.stored_checkpoints import find_checkpoint
 
     run = open_run(name, store)
     if which is None:
-        which = questions.choose_newest(run)
+        which = f"v{find_checkpoint(run, None).version}"
         typer.echo(f"{which}, the newest: {questions.list_known(run)}\n", err=True)
     artifact = questions.find_artifact(run, which)
     for reference, facts in questions.explain_artifact(run, artifact):

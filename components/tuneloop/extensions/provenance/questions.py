@@ -1,5 +1,8 @@
 """Questions that a run answers from what it has stored: what made a version, what another reward
 would have said.
+
+`commands.py` prints the answers. It reads manifests and samples as they were committed, of older
+releases, too.
 """
 
 import math
@@ -17,6 +20,7 @@ from tuneloop.rewards.scoring import score_all
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.replay import locate_artifact
 from tuneloop.runs.run_record import Run
+from tuneloop.runs.stored_checkpoints import describe_versions, find_checkpoint
 
 EXPLAINED = (
     "results",
@@ -32,8 +36,6 @@ PROGRAM = ("code", "image", "packages")
 """The entries of a manifest's provenance that are explained first, as they say which program
 ran.
 """
-SHOWN_VERSIONS = 8
-"""Versions that a line lists one by one."""
 BATCH = 50
 """The number of iterations that share reward processes: to start these takes longer than a simple
 reward.
@@ -49,10 +51,7 @@ COLUMNS = (
 )
 
 
-def find_artifact(
-    run: Run,
-    name: str,
-) -> Entry:
+def find_artifact(run: Run, name: str) -> Entry:
     """Find the checkpoint of a version, or of an iteration.
 
     Args:
@@ -65,39 +64,22 @@ def find_artifact(
     Raises:
         UserError: the run has no such version or iteration.
     """
-    artifacts: dict[str, Entry] = {}
-    # The trainer's artifacts come last, so that they are what an iteration's number names.
-    for entry in sorted(
-        run.entries,
-        key=lambda entry: entry.manifest.role == "trainer",
-    ):
-        if entry.iteration:
-            artifacts[str(entry.iteration)] = entry
     for checkpoint in run.checkpoints:
-        artifacts[f"v{checkpoint.version}"] = checkpoint
-    if name not in artifacts:
+        if name == f"v{checkpoint.version}":
+            return find_checkpoint(run, checkpoint.version)
+    artifacts = [entry for entry in run.entries if entry.iteration and str(entry.iteration) == name]
+    if not artifacts:
         remedy = f"is not in {run.name}: {list_known(run)}; see `tuneloop weights ls {run.name}`"
         raise UserError("ITERATION|VERSION", name, remedy)
-    return artifacts[name]
-
-
-def choose_newest(run: Run) -> str:
-    """Return the name of a run's newest version. Raises UserError if it has none."""
-    if not run.checkpoints:
-        raise UserError("run", run.name, "has made no version yet; see `tuneloop status`")
-    return f"v{run.checkpoints[-1].version}"
+    trained = [entry for entry in artifacts if entry.manifest.role == "trainer"]
+    return (trained or artifacts)[-1]
 
 
 def list_known(run: Run) -> str:
     """List the versions and iterations of a run that `find_artifact` knows."""
-    versions = sorted({checkpoint.version for checkpoint in run.checkpoints})
     parts: list[str] = []
-    if versions:
-        listed = [f"v{version}" for version in versions]
-        # Of a long loop the first and the last say which there are.
-        if len(listed) > SHOWN_VERSIONS:
-            listed = [*listed[:2], "…", listed[-1]]
-        parts.append(f"it has the versions {', '.join(listed)}")
+    if run.checkpoints:
+        parts.append(f"it has {describe_versions(run)}")
     if run.iteration:
         parts.append(f"the iterations 1 to {run.iteration}")
     return " and ".join(parts) or "it has made no version yet"

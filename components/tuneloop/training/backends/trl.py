@@ -73,9 +73,10 @@ FIXED_OPTIONS: JsonMapping = {
     # The stage reads the loss of every step.
     "logging_steps": 1,
     "save_only_model": True,
-    "report_to": "none",
 }
-"""Options of TRL that a stage does not let the user choose, but for ``report_to``."""
+"""Options of TRL that a stage does not let the user choose."""
+DEFAULTS: JsonMapping = {"report_to": "none"}
+"""Options of TRL that have another default here; ``backend_args`` may set them."""
 UNSUPPORTED: JsonMapping = {"packing": "auto", "lora": None, "cpu_offload": False, "save_steps": 0}
 """Parameters that TRL does not support → the value that means they are not used."""
 UNCHANGEABLE = ("save_strategy", "logging_strategy", "use_peft")
@@ -138,11 +139,12 @@ class Trl(LLMBackend):
         if data is not None and _has_conversations(Path(data)):
             args["assistant_only_loss"] = True
         backend_args = options.get("backend_args") or {}
-        stage_args = set(args).union(PATHS, UNCHANGEABLE) - {"report_to"}
+        stage_args = set(args).union(PATHS, UNCHANGEABLE)
         repeated = sorted(stage_args & backend_args.keys())
         if repeated:
             remedy = f"gets {repeated[0]} from the stage: leave it out of backend_args"
             raise UserError("", "trl", remedy)
+        args.update(DEFAULTS)
         args.update(backend_args)
         return cls(trainer=trainer, processes=options.get("expected_world_size") or 1, args=args)
 
