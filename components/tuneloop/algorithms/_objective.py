@@ -1,6 +1,9 @@
 """What every policy gradient has.
 
 These are options, an importance weight, a KL term, and how tokens are weighed.
+
+`training/mini_batches.py` calls `advantages`, before the first step; `training/policy_gradient.py`
+calls `loss` and `token_weights` in each step.
 """
 
 from dataclasses import dataclass, field

@@ -1,6 +1,9 @@
 """The base of every preference objective.
 
 It knows completions only by their log-ratio to the reference.
+
+`stages/preference.py` calls `loss` and `measures` for each micro-batch, whose pairs lie side by
+side: chosen, rejected, chosen, rejected.
 """
 
 from dataclasses import dataclass

@@ -3,6 +3,9 @@
 Tensors are float32 over target tokens, ``[targets]``, unless stated otherwise. `sequence`, int64
 ``[targets]``, is the completion that each token belongs to. No algorithm imports torch at the head
 of its file, so that its options can be checked where torch is not installed.
+
+A term that is used by two algorithms belongs here. Changing one changes the bits of every run that
+goes on.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 It is 0 if the stage has committed, 2 for the user's mistake (never retried), 3 for a model that its
 gate refuses, 75 if it was interrupted or is temporarily impossible (retried), and 70 if the budget
 of attempts is used up. Any other code is a bug.
+
+`core/program.py` and `report_errors` turn them into codes and one line. The beginnings of these
+lines are read again by `core/ends.py`, from the pod's termination message.
 """
 
 import difflib

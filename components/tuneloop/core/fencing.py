@@ -5,6 +5,9 @@ writes the time until which the lease is valid, by this machine's clock, into th
 ``TUNELOOP_LEASE`` names. `tuneloop.sharing.leases` says why no other run can hold the lease before
 that time. So a process that was paused, or whose sidecar lost the network, learns from its own
 clock that the lease has expired, before it commits anything.
+
+The same check stands before every commit (`Draft.commit`, `collect_provenance`). Without the
+variable, which pods of runs that share devices alone have, everything here does nothing.
 """
 
 import os

@@ -6,6 +6,9 @@ no extension by its name. An extension that is absent adds nothing, and everythi
 
 This file is the whole list of hooks for extensions. Variants of the core's own families (engines,
 rewards, trackers, …) have the entry points of `tuneloop.core.plugins`.
+
+Who looks them up: `cli/__init__.py` (commands), `config/extended.py` (settings) and
+`workflow/pod_hook.py` (pods). A further hook is a field of `Extension`, and its place in the core.
 """
 
 import functools

@@ -40,7 +40,11 @@ class Response:
     """A response as it arrives."""
 
     def __init__(self, receive: Callable[[], Any]) -> None:
-        """Wait for the status; `receive` waits for the next event and raises errors."""
+        """Wait for the status.
+
+        Args:
+            receive: waits for the next `Event` and returns it; raises it, if it is an error.
+        """
         self._receive_event = receive
         self._ended = False
         self.status: int = receive()

@@ -1,5 +1,8 @@
 """Addresses on the Hugging Face hub: ``hf://owner/name@revision``, of a data set also
 ``hf://datasets/…``.
+
+Nothing is fetched here. Readers of models and data sets take such addresses apart by it, and name
+failures of the hub alike (`explain_failures`).
 """
 
 import errno

@@ -7,6 +7,9 @@ where the mark has changed. So an index that is lost, behind, or written by two 
 and changes nothing, and a damaged one is made again. It starts with the xxh3-128 of the remaining
 bytes, which zstandard compressed: a line of JSON, ``[key, mark, size]`` for each file, and the
 files' bytes.
+
+`runs/committed.py` alone uses it. Two versions of tuneloop may read one file, so a change of its
+form needs another `KEY`.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""What object stores take from the environment, and what they answer."""
+"""What object stores take from the environment, and what they answer.
+
+`core/store.py` alone uses it: there are the requests, here the words of services and of obstore.
+"""
 
 import io
 import os

@@ -1,4 +1,9 @@
-"""A stage as a program: flags in, exit code and output files out."""
+"""A stage as a program: flags in, exit code and output files out.
+
+`core/component.py` calls it, which has what a stage is. Exit code and last line decide what the
+workflow engine does next (`core/ends.py`); the output files are those that Argo's template and the
+local executor declare (`argo/pod_fields.py`).
+"""
 
 import argparse
 import json

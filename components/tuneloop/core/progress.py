@@ -1,5 +1,8 @@
 """Progress of long steps: rates and time left, as a bar on a terminal, as a line every few seconds
 elsewhere.
+
+Lines have one form, which `cli/live.py` recognizes (`PROGRESS`): name, colon, ``done/total``, unit,
+and facts as two blanks, name and value.
 """
 
 import os

@@ -1,4 +1,10 @@
-"""What made an output: code, image, packages, device, and its position in the workflow."""
+"""What made an output: code, image, packages, device, and its position in the workflow.
+
+The manifest records it and its digest does not cover it: no result may depend on it. Replay
+compares some of it to explain bits that differ (`runs/replay.py`), reports and the page show it,
+and `policy_update` repeats an update only on as many processes. A key that is left out is "not
+recorded" for its readers.
+"""
 
 import contextlib
 import functools

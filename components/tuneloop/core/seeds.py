@@ -1,5 +1,8 @@
 """Randomness is derived, never carried: every stream has a name, so resuming needs no generator
 state.
+
+A stage asks `Stage.seed`, which adds its own seed and iteration. Changing how a seed is derived, or
+the name of a stream, changes the bits of every run that is resumed or replayed.
 """
 
 import hashlib

@@ -9,6 +9,9 @@ Everything else in tuneloop relies on three promises, which hold on every scheme
 Object stores keep the first two by conditional requests (RFC 9110 If-None-Match, If-Match).
 obstore's local store has no conditional replace, so files take an advisory lock and an atomic
 rename instead.
+
+Files of an artifact are written once. Of what is written again, several processes at a time change
+only what goes through ``swap``: the pointer of weights, the queue of a lease group, and promotions.
 """
 
 import contextlib

@@ -1,4 +1,9 @@
-"""Work on threads beside a program, the signals that end it, and its end while threads run."""
+"""Work on threads beside a program, the signals that end it, and its end while threads run.
+
+`BACKGROUND` is the one piece of state: a pod of several iterations sets `is_concurrent`
+(`local/iterations.py`), `core/component.py` begins the work of `Stage.commit_later` there, and
+`training/checkpoint.py` waits for it before it changes the trainer.
+"""
 
 import atexit
 import contextlib

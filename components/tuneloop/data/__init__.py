@@ -8,7 +8,11 @@ by default. A source that does not say it makes as many as are asked for.
 
 How rows are split and their answers checked belongs to the stage `data_prep`. `readers` open files,
 `layouts` say what their columns mean, `messages` makes chats of one form, and `splitting` decides
-which split a row belongs to."""
+which split a row belongs to.
+
+A file here is a source that users may name, unless it is in `NOT_VARIANTS`: a module of helpers has
+to be added there.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

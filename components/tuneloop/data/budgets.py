@@ -1,4 +1,8 @@
-"""Rows that are left out, and how many may be: ``data.bad_rows``, ``data.wrong_answers``."""
+"""Rows that are left out, and how many may be: ``data.bad_rows``, ``data.wrong_answers``.
+
+`data/splitting.py` adds bad rows, `data/preparation.py` wrong answers; `data_prep` checks both at
+its end, and `Router` bad rows as soon as there are too many.
+"""
 
 import bisect
 from dataclasses import dataclass, field

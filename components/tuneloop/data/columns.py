@@ -1,4 +1,8 @@
-"""Which columns of a table hold what, where the user says so: ``data.columns``."""
+"""Which columns of a table hold what, where the user says so: ``data.columns``.
+
+`data/files.py` takes it as an argument of the source, and `data/layout_tables.py` applies it after
+the layout: what the user names comes before what was recognised.
+"""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,8 @@
-"""Rows of files with what their columns mean: each file is recognised by itself."""
+"""Rows of files with what their columns mean: each file is recognised by itself.
+
+`data/files.py` opens addresses by `Opener`. It knows neither splits nor rewards; these are chosen
+later, row by row (`data/splitting.py`, `data/tables.py`).
+"""
 
 import itertools
 import random

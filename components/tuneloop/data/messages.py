@@ -2,7 +2,10 @@
 
 What templates cannot render, or would render as something else, is settled here: the roles of
 ShareGPT, content as a list of parts, ``content: null``, arguments as JSON text, calls without their
-wrapper. What cannot be settled without changing what a row means is a `BadValue`."""
+wrapper. What cannot be settled without changing what a row means is a `BadValue`.
+
+Layouts and columns call it for each row. What it lets pass, `formats/chat_forms.py` can render.
+"""
 
 import re
 from collections.abc import Mapping

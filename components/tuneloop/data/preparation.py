@@ -1,4 +1,8 @@
-"""What the stage `data_prep` counts of the rows that it reads, refuses of them, and reports."""
+"""What the stage `data_prep` counts of the rows that it reads, refuses of them, and reports.
+
+The stage calls these after all rows are written, in the order that its function has: an earlier
+check explains what would fail a later one.
+"""
 
 import json
 from collections import Counter

@@ -1,4 +1,7 @@
-"""What a pipeline needs of its data, and what helps where the data has it not."""
+"""What a pipeline needs of its data, and what helps where the data has it not.
+
+A pipeline states what it cannot do without as the parameter `required` of `data_prep`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

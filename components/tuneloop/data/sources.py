@@ -1,4 +1,7 @@
-"""Sources by name: which one a setting means, its arguments checked, its rows loaded."""
+"""Sources by name: which one a setting means, its arguments checked, its rows loaded.
+
+`data_prep` loads by it, and `planning/limits.py` asks which files a source reads.
+"""
 
 import functools
 from collections.abc import Callable

@@ -2,7 +2,11 @@
 
 Whole conversations and demonstrations go to `sft`, prompts with answers to `train`, pairs to
 `preference`; held-out rows come first. All rows of a prompt are on one side: what is held out is
-never trained. Rows that are equal in all that a split keeps are taken once."""
+never trained. Rows that are equal in all that a split keeps are taken once.
+
+`data_prep` drives `Router.route` once. The splits that rows get follow from their order alone, so
+that a retry gives the same files.
+"""
 
 import json
 from collections import Counter

@@ -1,4 +1,8 @@
-"""Rows on their way through `data_prep`: table by table, examined here or by Ray, into Parquet."""
+"""Rows on their way through `data_prep`: table by table, examined here or by Ray, into Parquet.
+
+Between `RowBuilder` and `SplitWriter` a row is a row of `SCHEMA`. The files that are written have
+the columns of `SCHEMAS`, which `formats/rows.py` and every later stage read.
+"""
 
 import functools
 import itertools

@@ -1,6 +1,10 @@
 """A directory of adapters as peft writes it: ``adapter_config.json``, their weights, and no model.
 
-Only JSON is read here, so this module needs no library of models."""
+Only JSON is read here, so this module needs no library of models.
+
+`config/model_facts.py` and `planning/limits.py` read it where a run is configured, and
+`training/pretrained.py` in the stage `base_model`, so that both refuse the same directories.
+"""
 
 import json
 from dataclasses import dataclass

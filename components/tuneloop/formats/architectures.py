@@ -1,4 +1,8 @@
-"""What a model's class in transformers can compute, known from the model's configuration alone."""
+"""What a model's class in transformers can compute, known from the model's configuration alone.
+
+What these functions say decides which attention trains and samples: an answer that changes is
+another way to compute, with other bits.
+"""
 
 from pathlib import Path
 from typing import Any

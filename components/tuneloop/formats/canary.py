@@ -9,6 +9,9 @@ twice as large, and its distributions are those of no text that the model was tr
 
 A step of training may move the log-probabilities by far less than the noise. `tell_versions_apart`
 measures both, and says whether the answers can show which of two versions an engine serves.
+
+`base_model` and `training/checkpoint.py` write it; `inference/proof.py` compares an engine with it
+before each batch. Checkpoints of earlier runs have it, so a new field needs a default.
 """
 
 import json

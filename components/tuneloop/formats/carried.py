@@ -1,6 +1,9 @@
 """Groups that an iteration leaves to the next: `rollout` writes them, `reward` and `policy_update`
 pass them on. So the checkpoint that the next `rollout` samples with has them, and a loop needs no
-other state."""
+other state.
+
+`config/loop.py` computes from the same settings how old carried tokens can be (`max_staleness`).
+"""
 
 import json
 import shutil

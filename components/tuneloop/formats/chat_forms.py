@@ -4,7 +4,11 @@ differently.
 Messages come as OpenAI has them. Most templates read them so; some want content as a list of parts,
 arguments of tool calls as JSON text, `null` where a message only calls tools, or know no role
 `developer`. `list_forms` lists what is worth trying for a conversation, the plainest form first. No
-form changes what a message says."""
+form changes what a message says.
+
+It is the first of four steps: forms here, rendering and ids in `chat_rendering`, documents to learn
+in `conversations`, and `tokens` for everybody else.
+"""
 
 import contextlib
 import itertools

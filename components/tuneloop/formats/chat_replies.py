@@ -1,5 +1,8 @@
 """What lies between two turns of the policy in a conversation that goes on: an environment's
-reply."""
+reply.
+
+`inference/multi_turn.py` asks it after each turn of an episode, by way of `formats/tokens.py`.
+"""
 
 import hashlib
 from collections.abc import Sequence

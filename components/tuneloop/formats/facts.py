@@ -1,4 +1,9 @@
-"""The facts that stages read of each other's artifacts, one dataclass for each kind of artifact."""
+"""The facts that stages read of each other's artifacts, one dataclass for each kind of artifact.
+
+A stage writes them as plain entries of `Stage.facts`, and its file does not name the class here.
+What a class requires, older artifacts must have, too: a new field needs a default
+(`tuneloop.core.facts`).
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar

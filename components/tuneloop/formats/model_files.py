@@ -1,7 +1,11 @@
 """The files of a Hugging Face model directory: which of them hold weights, and what lies beside
 these.
 
-Only names, sizes and JSON are read here, so this module needs no library of models."""
+Only names, sizes and JSON are read here, so this module needs no library of models.
+
+`SAMPLING_SETTINGS` are removed from a policy that is trained, as it is not sampled by them while it
+trains (`training/checkpoint.py`); a setting that transformers adds belongs there.
+"""
 
 import fnmatch
 import json

@@ -1,4 +1,8 @@
-"""All prompts of a run, rendered and counted once, before anything is trained."""
+"""All prompts of a run, rendered and counted once, before anything is trained.
+
+`base_model` calls it, as the first stage that has the run's tokenizer. The stages that sample leave
+out the same prompts (`inference/prompt_room.py`).
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,9 @@
 """Rows of prompts and demonstrations: the columns that only newer data has, and how a row is named
-to people."""
+to people.
+
+`data_prep` writes these rows (`data/tables.py`); artifacts of earlier releases lack the optional
+columns.
+"""
 
 import re
 from collections.abc import Iterable

@@ -1,4 +1,7 @@
-"""Sequences whose items are made when they are read, so that data may be larger than memory."""
+"""Sequences whose items are made when they are read, so that data may be larger than memory.
+
+A slice is a list, which is made at once.
+"""
 
 import bisect
 import itertools

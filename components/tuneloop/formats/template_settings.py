@@ -2,7 +2,11 @@
 checkpoint.
 
 Arguments stand before the template as defaults, so that every program that renders it, ours or
-another, does so alike: all stages, vLLM, and whoever loads the export."""
+another, does so alike: all stages, vLLM, and whoever loads the export.
+
+`base_model` writes them once; no later stage changes a template. `planning/limits.py` reads a file
+of a template before anything starts.
+"""
 
 import datetime
 import json

@@ -1,5 +1,9 @@
 """Tokenized documents in files that are mapped into memory: a data set may be larger than what the
-machine has."""
+machine has.
+
+`tokenize_data` writes such files and training reads them (`training/corpora.py`). What is not
+tokenized yet goes into a temporary one, so that both kinds of data are read alike.
+"""
 
 import copy
 import itertools

@@ -1,4 +1,8 @@
-"""What becomes of rows that are too long, and how many may be dropped."""
+"""What becomes of rows that are too long, and how many may be dropped.
+
+`data_prep` puts the setting into its facts, and every later stage reads it from there
+(`PromptFacts`): tokens are counted only where there is a tokenizer.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

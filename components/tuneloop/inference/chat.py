@@ -2,7 +2,10 @@
 
 This is for people who try a model. What is measured or trained on is sampled by an engine
 (`tuneloop.inference.engines`), token by token and with proofs. Prompts, stop ids and decoding are
-those of the engines, so that a person sees what `evaluate` scored."""
+those of the engines, so that a person sees what `evaluate` scored.
+
+`tuneloop generate` is its only caller: nothing that it computes is stored.
+"""
 
 import json
 from collections.abc import Callable, Sequence

@@ -6,6 +6,9 @@ weights afterwards (``keep``). No request is admitted or stepped meanwhile, as t
 that; whether or not the change succeeds, it then continues with the waiting commands. So no pause
 can be forgotten, except one that a client requests (`EngineLoop.pause`, for a fleet that is
 refitted). An idle loop sleeps.
+
+`inference/server.py` starts it, `inference/http_api.py` and `inference/follower.py` put commands
+into it, each from other threads. All that touches the engine has to go through `call`.
 """
 
 import queue

@@ -1,4 +1,9 @@
-"""What `rollout` and `evaluate` share: completions of prompts that provably came from a policy."""
+"""What `rollout` and `evaluate` share: completions of prompts that provably came from a policy.
+
+The order is fixed: requests, `load`, proofs, and only then samples. What is left in the stage's
+facts is read by the trainer (`RewardFacts` of `formats/facts.py`, as the stage reward passes facts
+on) and by reports.
+"""
 
 import contextlib
 import functools

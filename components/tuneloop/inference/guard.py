@@ -1,6 +1,9 @@
 """Checks of every request before the application sees it.
 
 They are of its token, of the size of its body, and of the time until its headers have arrived.
+
+The rollout server and the sandbox server put it before their applications. The gateway has a guard
+of its own (`extensions/gateway/access.py`), as it knows callers by name.
 """
 
 import asyncio

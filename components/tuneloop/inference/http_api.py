@@ -2,6 +2,9 @@
 
 docs/weights.md has its routes and refusals. All but ``/health`` and ``/metrics`` need the run's
 token, where there is one (`tuneloop.core.server_token`).
+
+It is an interface to other programs, too, as a fleet's own client: routes and fields may be added,
+and stay. `inference/server.py` starts it; `engines/_client.py` is our client.
 """
 
 import asyncio

@@ -4,6 +4,9 @@ They are one growing list of ids. The prompt of each turn is, id by id, the inpu
 engine in the turns before and the encoded reply: no sampled token is ever tokenized again. So one
 pass over the whole list gives every turn's log-probabilities, and all that `policy_update` needs to
 know is which tokens were sampled.
+
+`inference/generate.py` calls `play_episodes` in a stage, `local/probe.py` a single environment. The
+trainer reads `Episode.mask` as the column ``loss_mask``.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,9 @@
 """Prompts that leave too little room for a completion.
 
 Others take their place, the same ones at every attempt of a stage.
+
+The rule for dropped rows is the data's (`formats/too_long.py`); `base_model` has counted the same
+prompts before anything was trained (`formats/prompt_lengths.py`).
 """
 
 from collections.abc import Callable, Iterator, MutableSequence

@@ -6,6 +6,9 @@
 3. The log-probabilities of the checkpoint's canary (`tuneloop.formats.canary`) have to be as near
    to the trainer's as right weights are. They show what tensors cannot: another tokenizer, another
    architecture, quantization.
+
+A stage proves before it samples (`inference/generate.py`), and a client again whenever a server was
+lost. What is found stands in the facts ``canary`` and ``proof`` of rollouts and evaluations.
 """
 
 import functools

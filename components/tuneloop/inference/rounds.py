@@ -2,6 +2,9 @@
 
 A round is one call of the engine. When to stop depends on how many groups have ended, and on no
 clock: the same tokens give the same rounds, however often a stage is restarted.
+
+`stages/rollout.py` makes it with ``carry_after``, and `inference/generate.py` runs it. Unfinished
+groups go into the artifact (`formats/carried.py`).
 """
 
 import itertools

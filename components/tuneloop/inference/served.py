@@ -3,6 +3,8 @@
 An engine that serves has two sides. ``open_served_engine(args)`` of its module makes what a server
 (`tuneloop.inference.server`) computes with, a `ServedEngine`. ``open_engine(endpoint, args,
 timeout_s)`` makes what a stage samples with, for which `open_client` is enough.
+
+Servers read `ServedEngine`, stages `Engine`: one class may be both, as vLLM's is.
 """
 
 from abc import abstractmethod

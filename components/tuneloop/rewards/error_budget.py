@@ -1,4 +1,8 @@
-"""How many completions may go without a score, and what is said where more do."""
+"""How many completions may go without a score, and what is said where more do.
+
+`reward` and `evaluate` check it after scoring (`rewards/stage_scoring.py`). A Retryable lets the
+workflow engine start the stage again, which keeps the scores that it has.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,8 @@
-"""Call rewards, and turn whatever they do into a verdict."""
+"""Call rewards, and turn whatever they do into a verdict.
+
+It runs in a forked process (`rewards/workers.py`), or for trusted rewards in the stage's own
+(`rewards/scoring.py`).
+"""
 
 import json
 import traceback

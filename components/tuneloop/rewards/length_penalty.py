@@ -17,7 +17,7 @@ must do nothing whose cost a completion decides, such as match a user's regular 
 def score(completion: str, answer: str, metadata: JsonObject) -> float | None:
     """Return 0.0 up to ``max_length - buffer`` characters, and -1.0 from `max_length` on.
 
-    Without limits it is None: it cannot judge.
+    Return None where the metadata has no limits: the row cannot be judged.
     """
     limits = metadata.get("length_penalty")
     if limits is None:

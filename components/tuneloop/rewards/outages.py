@@ -8,6 +8,8 @@ into their errors. Connections that fail are recognized by the names of their cl
 A judge that is down or has no room (429, 503, a connection that is refused) is waited for, as long
 as it takes. What a completion may cause (500, an answer that breaks off, a timeout) is tried a few
 times: a policy must not be able to stop its own run.
+
+`rewards/judging.py` asks it of every error that a reward raises.
 """
 
 import contextlib

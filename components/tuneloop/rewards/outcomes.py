@@ -1,4 +1,8 @@
-"""What judging a completion gives: a score, or what kept it from one."""
+"""What judging a completion gives: a score, or what kept it from one.
+
+`reward` writes an `Outcome` as the columns ``outcome``, ``score`` and ``breakdown``; trainers and
+people read these. A kind that is added is a value of that column.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ A row's solution, where its data set has one, is scored by all rewards together.
 ``write_answers(answer, metadata) -> list[str]`` writes besides how a model may state the answer
 (a box, "The answer is …", a tool call), and gives full marks to each. Without a solution of
 its own a row is proved by these alone: what the data set states need not be a completion.
+
+`data_prep` calls it for each table of rows (`data/tables.py`), here or in a process of Ray.
 """
 
 import json

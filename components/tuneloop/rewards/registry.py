@@ -1,4 +1,8 @@
-"""Find rewards by their names, and read which of them judge a row, and with what weights."""
+"""Find rewards by their names, and read which of them judge a row, and with what weights.
+
+`scoring` looks up all rewards before anything is scored, so that an unknown one is refused first,
+and that the processes that judge, which are forked, have them imported.
+"""
 
 import contextlib
 import functools

@@ -2,6 +2,9 @@
 
 ``scores.jsonl`` in a resume point has a line for each call of a reward that ended in a verdict of
 its own: the row's number, the reward, the xxh3-64 of what it was given, and the verdict.
+
+A digest of the reward's own file is part of the key, not of what it imports: a changed helper of a
+reward keeps the verdicts of an attempt that goes on.
 """
 
 import json
@@ -29,7 +32,8 @@ class ScoreRecord:
         return len(self._verdicts)
 
     def find(self, call: Call) -> Verdict | None:
-        """Return what this very code decided on these very texts; None if it was not asked."""
+        """Return what the reward decided on the same texts, while its file was the same; None if it was
+        not asked."""
         return self._verdicts.get(_build_key(call))
 
     def add(self, call: Call, verdict: Verdict) -> None:

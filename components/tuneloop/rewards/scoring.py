@@ -104,7 +104,7 @@ def score_all(
         for number, row in enumerate(rows)
     ]
     calls = [call for row_calls in calls_by_row for call in row_calls]
-    # An empty record is false, and is to be filled.
+    # Not `record or ScoreRecord()`: an empty record is false, and the caller's has to be filled.
     if record is None:
         record = ScoreRecord()
     batch = _Batch(record, progress or (lambda count: None))
@@ -140,6 +140,7 @@ class _Batch:
         remaining = self._list_remaining(calls)
         judge = PatientJudge(self._pause)
         for count, call in enumerate(remaining, start=1):
+            # Not recorded: such a reward is quick, and judges again in the next attempt.
             self.verdicts[call] = judge.judge(call)
             self._report.end_wait(call.reward.name)
             if count % REPORTED == 0 or count == len(remaining):
@@ -187,7 +188,8 @@ class _Batch:
 def _settle(call: Call, verdict: Verdict) -> Verdict:
     """Make a score of a call that the completion ended.
 
-    It is the end of the reward's range that its weight disfavours.
+    It is the least that the reward can add: with a weight above 0 the low end of its range, else
+    the high one.
     """
     lowest = call.reward.low if call.weight > 0 else call.reward.high
     if not verdict.ended_by or not math.isfinite(lowest):

@@ -1,4 +1,8 @@
-"""Scoring in a stage: it stops when the stage does, and keeps the scores for its next attempt."""
+"""Scoring in a stage: it stops when the stage does, and keeps the scores for its next attempt.
+
+`reward` and `evaluate` use it. A resume point that it commits has `FILE` alone, and goes with the
+commit of the stage.
+"""
 
 import time
 from collections.abc import Callable, Sequence

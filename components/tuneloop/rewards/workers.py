@@ -3,6 +3,9 @@
 A process writes a line of JSON for each verdict: the seconds of processor time that it has used,
 then the fields of the `Verdict`. Its first line has the seconds alone and says that it has begun;
 a line with `AWAY` says that it waits for a judge.
+
+`rewards/scoring.py` drives the workers from one thread. The fork happens in a process that may have
+threads of libraries: the child calls rewards and nothing of the stage.
 """
 
 import contextlib

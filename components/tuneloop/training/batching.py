@@ -3,6 +3,10 @@
 A document is a token sequence with a mask that says which tokens the model is to predict. The
 layout of a batch is free, since a loss divides by the target count of the whole batch, never by
 that of a micro-batch.
+
+`Policy.plan` and `Policy.collate` call it. The cut into micro-batches changes results by the
+rounding of sums alone. So costs and limits here may be tuned, but a run that goes on with others
+has other bits from there on.
 """
 
 import bisect

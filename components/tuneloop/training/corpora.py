@@ -1,5 +1,9 @@
 """Rows of data as documents: tokenized once by the stage `tokenize_data`, or in the stage that
-reads them."""
+reads them.
+
+`read_corpus` is what stages call; `tokenize_data` calls `tokenize_split` and writes what it yields.
+Both must give the same ids for a row.
+"""
 
 import json
 import re

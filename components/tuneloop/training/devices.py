@@ -1,4 +1,8 @@
-"""Peak rates of devices by the vendor's data sheets, looked up by words of CUDA's device names."""
+"""Peak rates of devices by the vendor's data sheets, looked up by words of CUDA's device names.
+
+`Trainer.efficiency` computes the MFU from it, and `planning/arithmetic.py` the hours of a plan. A
+device that is missing has neither.
+"""
 
 from typing import NamedTuple
 

@@ -4,6 +4,10 @@ They are resharded on load by any number of ranks; equal tensors give equal byte
 pickle.
 DCP's default layout pickles each tensor by itself, which for a small model takes four times as long
 to write and six times to read.
+
+`Trainer.save` and `Trainer.load` are its callers, and ``trainer/`` of a checkpoint is what it
+writes. The names of tensors are thereby stored: a renamed parameter cannot be read from older
+checkpoints.
 """
 
 import json

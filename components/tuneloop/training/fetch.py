@@ -6,6 +6,9 @@ A file or directory of the artifact follows ``#``; without it the whole artifact
 Trainer passes the reference as ``STORAGE_URI``. Every byte is verified; a complete directory is not
 copied again. With ``--messages`` the chats in Parquet files of `data_prep`, which are JSON text,
 become lists of messages, as trainers like TRL read them.
+
+Who runs it: the initializers of a TrainJob (`argo/trainjob.py`), and `training/delegation.py` and
+`extensions/provenance/attestation.py`, which call `fetch_artifact`.
 """
 
 import argparse

@@ -1,4 +1,8 @@
-"""A model with the adapters of a directory merged into its weights."""
+"""A model with the adapters of a directory merged into its weights.
+
+Nothing is trained here: `training/pretrained.py` calls it for adapters that a user gives as the
+base model.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,8 @@
-"""What an update learns from scored rollouts: groups, advantages and mini-batches."""
+"""What an update learns from scored rollouts: groups, advantages and mini-batches.
+
+`stages/policy_update.py` calls these in order: `keep_groups`, `set_advantages`,
+`split_mini_batches`.
+"""
 
 from array import array
 from collections.abc import Sequence

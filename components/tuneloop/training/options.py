@@ -1,4 +1,9 @@
-"""The parameters that all training stages share: their types, bounds and defaults."""
+"""The parameters that all training stages share: their types, bounds and defaults.
+
+Each option is a flag of every stage whose options have it, a key of the pipelines' settings, and,
+if it describes the model, an argument of `Policy` (`MODEL_OPTIONS`) and a key of the section
+``trainer`` (`config/trainer.py`).
+"""
 
 import math
 from dataclasses import dataclass, fields

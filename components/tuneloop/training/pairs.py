@@ -1,4 +1,8 @@
-"""Pairs of completions, tokenized, and the log-probability of each under some policy."""
+"""Pairs of completions, tokenized, and the log-probability of each under some policy.
+
+`preference`, `reward_model` and `reference_logprobs` read pairs so; documents 2i and 2i + 1 are the
+chosen and the rejected one of pair i, also in what `score_documents` returns.
+"""
 
 from array import array
 from collections.abc import Callable, Sequence

@@ -1,4 +1,8 @@
-"""A pretrained model as it comes: its weights, its tokenizer, and the files beside them."""
+"""A pretrained model as it comes: its weights, its tokenizer, and the files beside them.
+
+Only `base_model` reads models from elsewhere. Every later stage opens the checkpoint that it wrote
+(`training/fsdp/policy.py`: `open_model`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A reward model: a language model whose head gives one number at the end of a document."""
+"""A reward model: a language model whose head gives one number at the end of a document.
+
+The stage `reward_model` trains one and `model_reward` scores with it. It is a `Policy`, so that
+sharding, packing and checkpoints are those of policies.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

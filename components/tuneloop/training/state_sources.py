@@ -1,4 +1,8 @@
-"""Where the trainer of `policy_update` takes the optimizer's state from: there are four places."""
+"""Where the trainer of `policy_update` takes the optimizer's state from: there are four places.
+
+`stages/policy_update.py` matches on the result. The order is: reset or another optimizer, the
+trainer in memory, the committed state, and last the replay of updates.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,9 @@ It has torchrun's own arguments. torchrun itself exits with 1 whatever happened 
 workflow engine has to treat as a bug; and it kills ranks 30 s after it was told to stop, too soon
 to commit a resume point. Here ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is a day, so that the pod's grace
 period is the limit.
+
+`core/component.py` (`build_command`) puts it into the command of every stage of several processes;
+`training/ray_driver.py` starts it on each node of a Ray cluster.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""What several layouts need: answers in boxes, choices by letter, programs in fences, pairs."""
+"""What several layouts need: answers in boxes, choices by letter, programs in fences, pairs.
+
+Imported by the families of layouts alone.
+"""
 
 import ast
 import json

@@ -1,4 +1,7 @@
-"""Multiple choice: the prompt lists the choices by letter, and the answer is a letter."""
+"""Multiple choice: the prompt lists the choices by letter, and the answer is a letter.
+
+The metadata is that of the reward `choice`.
+"""
 
 import string
 

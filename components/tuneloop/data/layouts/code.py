@@ -1,4 +1,7 @@
-"""Programming tasks with tests, in the forms that the reward `code` reads."""
+"""Programming tasks with tests, in the forms that the reward `code` reads.
+
+The metadata is read by `rewards/programs/tests.py`.
+"""
 
 from typing import Any
 
@@ -31,8 +34,8 @@ def read_humaneval(values: Values) -> Example:
 
 
 def read_mbpp(values: Values) -> Example:
-    """Read MBPP: the prompt shows the tests, which alone name the function, as its authors do."""
-    # The sanitized version of the data set calls it otherwise.
+    """Read MBPP. The prompt shows the tests, as in its authors' paper: only they name the function."""
+    # The column of the task is called otherwise in the sanitized version of the data set.
     column = "text" if values.get("text") else "prompt"
     tests = parse_list(values.get("test_list"), "test_list")
     if not tests or not all(isinstance(test, str) for test in tests):

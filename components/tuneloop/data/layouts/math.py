@@ -1,4 +1,7 @@
-"""Problems with answers that are numbers or formulas."""
+"""Problems with answers that are numbers or formulas.
+
+The reward `numeric` reads the answers as they stand in the data.
+"""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""Tool calls that are the answer: xLAM and the Berkeley function-calling leaderboard (BFCL)."""
+"""Tool calls that are the answer: xLAM and the Berkeley function-calling leaderboard (BFCL).
+
+The answers are read by `rewards/structures/call_answers.py`.
+"""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""Data sets of the Hugging Face hub, and folders that ``save_to_disk`` wrote, by `datasets`."""
+"""Data sets of the Hugging Face hub, and folders that ``save_to_disk`` wrote, by `datasets`.
+
+Imported without `datasets`, which is loaded by the first call.
+"""
 
 import itertools
 from collections.abc import Iterator

@@ -1,6 +1,9 @@
 """Where the values of a JSON file begin and end: of an array, or of objects one after another.
 
-The file is read in blocks, and of it only the value at hand is in memory."""
+The file is read in blocks, and of it only the value at hand is in memory.
+
+`json_files` alone uses it.
+"""
 
 import codecs
 import json

@@ -1,4 +1,8 @@
-"""From what a user writes to rows: a file, several, a glob, a folder, or a data set of the hub."""
+"""From what a user writes to rows: a file, several, a glob, a folder, or a data set of the hub.
+
+`data/files.py` and `data/layout_tables.py` open rows by it; `planning/limits.py` asks the same
+functions which files a run would need.
+"""
 
 import glob
 import os

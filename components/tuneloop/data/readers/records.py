@@ -1,4 +1,7 @@
-"""Records in a temporary file (``TMPDIR``), read by number: memory has eight bytes of each."""
+"""Records in a temporary file (``TMPDIR``), read by number: memory has eight bytes of each.
+
+Readers whose files cannot be read by number keep rows here.
+"""
 
 import tempfile
 from array import array

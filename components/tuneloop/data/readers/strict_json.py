@@ -1,7 +1,10 @@
 """JSON as a data set may have it: what Python's `json` reads in silence and would change is refused.
 
 Refused are NaN and infinite numbers, a key that an object has twice, half of a surrogate pair, and
-values nested deeper than `DEPTH`."""
+values nested deeper than `DEPTH`.
+
+Messages begin with a verb: callers put the name of the row or the column before them.
+"""
 
 import json
 import math

@@ -7,6 +7,10 @@ server from a dead one. Closing the connection makes the server drop what it sti
 When the server is lost, the client keeps the completions that it has and waits until the address
 answers again. It loads the policy there, as a restarted server boots with its own ``--policy``,
 verifies it again, and requests the rest.
+
+`inference/served.py` (`open_client`) opens it for stages, and the gateway for sessions
+(`extensions/gateway/sampler.py`). Its requests and answers are those of `inference/http_api.py`:
+both change together, and a server may be older than its client.
 """
 
 import ipaddress

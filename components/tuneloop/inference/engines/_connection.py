@@ -2,6 +2,8 @@
 
 `Lost` says that another attempt may succeed, and `UserError` that the server would refuse it again.
 The caller (`_client.Client`) decides when to ask again.
+
+`inference/engines/endpoint.py` asks its own server in the same way.
 """
 
 import json

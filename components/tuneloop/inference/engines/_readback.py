@@ -7,6 +7,9 @@ compared.
 
 Under tensor parallelism each worker compares its own part of every tensor. The sizes of its layers
 tell that part; they are checked against the files, so that the parts together are the whole.
+
+`inference/engines/vllm.py` calls it on the thread that owns the engine. It uses vLLM's private parts, so a
+new release of vLLM is tried against its tests first.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ A prompt belongs to one server, by its place in the first batch: its completions
 its episodes find its tokens in that server's prefix cache. Seeds belong to requests, not to
 servers. A lost server is not used again until the engine is closed; the others get its unfinished
 requests. Only the last remaining server is waited for.
+
+`inference/served.py` opens it where an endpoint has several URLs. `inference/generate.py` proves
+each replica by itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""What an engine's tensors are compared with, and what the comparison found."""
+"""What an engine's tensors are compared with, and what the comparison found.
+
+Engines that can be read back return a `TensorProof`, by which `inference/proof.py` decides.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,9 @@ may grow, shrink and lose replicas. Each prompt is a request of its own, for a l
 place; several URLs take turns. A request demands a version at most `max_staleness` older than the
 policy's, waits while no replica has it (409), goes to the next URL when a replica is lost, and is
 aborted by hanging up.
+
+The class of its settings is in `config/engines.py`; `tuneloop endpoint check` tries a server before
+a run (`inference/conformance.py`). It computes nothing in this process.
 """
 
 import itertools

@@ -6,6 +6,9 @@ With the argument ``deterministic``, completions are a function of the weights, 
 requests of one call, provided that the conditions in docs/training.md are equal. These requests
 make one batch, in their order, which shares no step and no prefix cache with another call. vLLM
 uses batch-invariant kernels where they exist.
+
+A stage calls `generate` and `score` in its own process. A server drives the same class step by step
+from one thread (`inference/engine_loop.py`). The two uses are never mixed in one process.
 """
 
 import ast

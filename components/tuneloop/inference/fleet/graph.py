@@ -6,6 +6,9 @@ frontend answers HTTP. A graph that `bring_up` created is deleted again if it do
 or if its job cannot be started; a graph that existed before is used as it is. A graph made for a
 run gets the run's workflow as owner once that exists, and is deleted with it or with the run
 (`tuneloop.cluster.reservations`). The service accounts of a manifest stay, and none is ever set.
+
+Who uses it: a submission whose run has a graph of its own (`cluster/submission.py`), the step that
+deletes it (`cluster/reservations.py`), and `tuneloop fleet`.
 """
 
 import copy

@@ -6,6 +6,9 @@ own update only. `resume_generation` is called even after a failed update: such 
 by itself, and the failure is raised here, so that no rollout counts. A fleet that keeps changing is
 given up after `PASSES`. A refit can be repeated: a worker that has the version is only resumed, in
 case a killed refit left it paused.
+
+The engine `endpoint` refits before it samples with a new version, and `tuneloop fleet refit` by
+hand.
 """
 
 import time

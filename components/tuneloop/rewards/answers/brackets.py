@@ -1,4 +1,7 @@
-"""Find where brackets close, and split text outside of them."""
+"""Find where brackets close, and split text outside of them.
+
+It is called with text that `notation` has brought to one form.
+"""
 
 import re
 

@@ -1,4 +1,7 @@
-"""Bring the writing of an answer in LaTeX, or in plain text, to one form; its meaning stays."""
+"""Bring the writing of an answer in LaTeX, or in plain text, to one form; its meaning stays.
+
+Both sides of every comparison go through it, so that it may only make equal what means the same.
+"""
 
 import re
 

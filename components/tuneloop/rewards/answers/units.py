@@ -1,4 +1,7 @@
-"""Bring the names of units to one spelling."""
+"""Bring the names of units to one spelling.
+
+`forms` takes the words after a number for a unit and names it by this.
+"""
 
 import re
 

@@ -2,6 +2,9 @@
 
 math-verify parses them, and sympy evaluates them at some points with 40 digits. Nothing is
 simplified, so no answer takes long to compare.
+
+Parsing and evaluating run in the process of the reward, whose time is limited
+(`rewards/workers.py`).
 """
 
 import functools

@@ -5,6 +5,9 @@ is a stand-in: it notes its arguments, and returns what the program, in its own 
 for them. The tests run once to note all calls, the program makes them, and the tests run again with
 the results, which are literals and nothing else. Where later calls depend on earlier results, both
 are repeated, up to `ROUNDS` times.
+
+The reward `code` calls `run_check`. The text of `TEST_SIDE` and `PROGRAM_SIDE` runs in the sandbox,
+which has the standard library alone.
 """
 
 import ast

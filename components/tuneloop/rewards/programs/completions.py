@@ -1,4 +1,7 @@
-"""Take the program out of a completion: a fenced block, all of it, or what continues the prompt."""
+"""Take the program out of a completion: a fenced block, all of it, or what continues the prompt.
+
+`fence_program` of `data/layouts/_parts.py` writes programs in the form that is read here.
+"""
 
 import ast
 import re
@@ -39,7 +42,8 @@ def complete_program(completion: str, prompt: str, function: str | None) -> str:
     if not prompt:
         return code
     if function is None or _defines(code, function):
-        # The prompt's imports and helpers are needed; what it only begins is defined again.
+        # The prompt's imports and helpers are needed. The function that it only begins is defined
+        # again by the code after it.
         return f"{prompt.rstrip()}\n\n\n{code}" if _compiles(prompt) else code
     bodies = [code, INDENT + code.lstrip(), textwrap.indent(textwrap.dedent(code), INDENT)]
     bodies += [_cut_body(body) for body in bodies]
@@ -67,7 +71,8 @@ def _compiles(code: str) -> bool:
 
 def _defines(code: str, function: str) -> bool:
     if not _compiles(code):
-        # A function in code that is cut or wrong is still no body of another.
+        # Code that does not compile may define the function all the same: then it is not the rest of
+        # its body.
         return re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(function)}\b", code, re.M) is not None
     for statement in ast.parse(code).body:
         match statement:

@@ -3,6 +3,8 @@
 A `Case` is one run of the program: what goes in, and the literal or the text that must come out,
 which never enters the sandbox. Tests that compute (``check`` of HumanEval, ``assert`` of another
 form than ``call == literal``) are a `Check`, which `checks` runs apart from the program.
+
+The layouts of `data/layouts/code.py` write such metadata.
 """
 
 import ast

@@ -1,6 +1,8 @@
 """Gold tool calls: BFCL's possible answers, or calls with their arguments.
 
 `are_expected` compares the calls of a completion with them.
+
+`data/layouts/tools.py` writes such answers.
 """
 
 import json

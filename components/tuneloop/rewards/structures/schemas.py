@@ -1,4 +1,7 @@
-"""Validate values by JSON Schema. No schema is fetched: references lead into the schema itself."""
+"""Validate values by JSON Schema. No schema is fetched: references lead into the schema itself.
+
+`data/layouts/tools.py` keeps the schemas of data sets as they are; dialects are converted here.
+"""
 
 import functools
 import json

@@ -1,4 +1,7 @@
-"""tuneloop's own training stages."""
+"""tuneloop's own training stages.
+
+Whoever starts a training job by itself uses it; in a pipeline the stage runs in its pod without it.
+"""
 
 from dataclasses import dataclass
 

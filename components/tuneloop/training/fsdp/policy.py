@@ -1,5 +1,10 @@
 """A causal language model of transformers, sharded by FSDP2 over the ranks of torchrun, or whole on
 one.
+
+A forward pass is a collective operation, and so is what "all ranks" call: a rank that leaves one
+out, or takes another branch, makes the others wait for ever. Decisions that may differ between
+ranks go through `Ranks.max` first. `training/fsdp/trainer.py` adds the optimizer,
+`training/scorer.py` another head.
 """
 
 import contextlib

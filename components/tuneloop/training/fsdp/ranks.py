@@ -1,4 +1,8 @@
-"""The processes that train together, and their collective operations."""
+"""The processes that train together, and their collective operations.
+
+A stage opens it once, by `checkpoint.open_ranks`, before it loads a model. It also makes torch
+deterministic in this process.
+"""
 
 import atexit
 import contextlib

@@ -1,4 +1,9 @@
-"""A policy with its optimizer: steps, their cost, and the state that is written to a checkpoint."""
+"""A policy with its optimizer: steps, their cost, and the state that is written to a checkpoint.
+
+`training/epochs.py` drives it for stages over examples, `training/policy_gradient.py` for rollouts,
+and the gateway's sessions by themselves (`extensions/gateway/resident.py`). The order of a step is:
+`accumulate`, a backward pass for each micro-batch, `update`.
+"""
 
 import contextlib
 import math
@@ -139,7 +144,7 @@ class Trainer(Policy):
         return figures | dict(zip(rank_figures, maxima))
 
     def update(self) -> tuple[float, float]:
-        """Clip the summed gradients, and take one step.
+        """Clip the gradients, which are sums over the ranks (`Policy._place`), and take one step.
 
         Returns:
             The norm of the whole gradient before it was clipped, and the learning rate.
