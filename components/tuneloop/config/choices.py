@@ -3,7 +3,11 @@
 Learning rates are TRL's, from the dataclasses of its release 1.16: SFTConfig 2e-5, DPOConfig 1e-6,
 GRPOConfig 1e-6 and RewardConfig 1e-4, each for training all parameters. Adapters take ten times
 that, as measured by Schulman et al., "LoRA Without Regret" (2025), and as TRL's guide of that name
-does. Completions of 512 tokens are GRPOConfig's `max_completion_length`."""
+does. Completions of 512 tokens are GRPOConfig's `max_completion_length`.
+
+`config/rules.py` names the function of each setting. A function gets the draft so far, so that it
+may read what rules before its own have chosen.
+"""
 
 from tuneloop.config.engines import ServingEngine
 from tuneloop.config.followed import Choice, Draft

@@ -3,6 +3,8 @@
 Headings of sections are YAML; each setting is a line that is commented out, with its default. So a
 file as printed changes nothing: a default that follows the base model or the machine goes on to
 follow it. Whoever deletes the ``#`` before a key sets it; its indentation is right then.
+
+`tuneloop schema` prints it.
 """
 
 import textwrap

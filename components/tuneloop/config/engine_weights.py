@@ -1,6 +1,9 @@
 """How new weights reach an engine: the section `weights` of `engine`, of several kinds.
 
 Servers *load* checkpoints, *pull* published versions, or are given each version by a *refit*.
+
+Code outside asks the engine: `Engine.publication` says whether versions are published, and
+`EndpointEngine.options` hands a fleet's address to the stages.
 """
 
 from typing import Annotated, Literal, Self

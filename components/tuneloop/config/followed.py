@@ -4,7 +4,10 @@ The defaults that stages declare are those of the demo, whose model is made here
 million parameters. For any other base model the table `RULES` (`tuneloop.config.rules`) replaces
 them before the configuration is checked, so that everything rendered from it has concrete values.
 What a user sets stands, and so does a default of a pipeline's author that differs from the
-demo's."""
+demo's.
+
+`config/rules.py` has the table, and this module applies one rule of it to a draft.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

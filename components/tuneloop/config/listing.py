@@ -2,6 +2,8 @@
 
 A section that is one of several classes, by its key `kind`, is described as one: each of its
 settings comes once, with the kinds that have it and with the text and the default of each kind.
+
+`tuneloop schema` prints it, as YAML (`config/commented_yaml.py`), as a table or as JSON.
 """
 
 import sys

@@ -3,6 +3,9 @@ checked once.
 
 A pipeline is a Python file with a docstring, a frozen pydantic model ``Config`` and
 ``build_argo(config)``.
+
+The order is: read (`read_values`), follow the model (`follow_model`), validate, and then build. All
+commands that take a pipeline go through `Pipeline`.
 """
 
 import importlib.util

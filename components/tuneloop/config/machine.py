@@ -1,5 +1,8 @@
 """What the stages of a run compute on: this machine, or the pods that a cluster's settings
-describe."""
+describe.
+
+Rules choose by it (`config/choices.py`), and `planning/limits.py` checks against it.
+"""
 
 import os
 import shutil

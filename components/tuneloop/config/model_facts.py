@@ -2,7 +2,11 @@
 
 Everything is read from the files beside the weights and from the headers of the weights. The model
 may be a directory here, one of a store, or a hub name whose files are in the hub's cache; of any
-other model nothing is known. Of a store these files and headers are fetched, and nothing else."""
+other model nothing is known. Of a store these files and headers are fetched, and nothing else.
+
+Every command that configures a run reads it, so that it has to take milliseconds and to work
+offline for a model of this machine. The stage `base_model` finds out the rest.
+"""
 
 import json
 import os

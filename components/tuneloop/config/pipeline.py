@@ -1,4 +1,8 @@
-"""What every pipeline's configuration has."""
+"""What every pipeline's configuration has.
+
+A pipeline's `Config` extends `PipelineConfig` by `with_sections`; graphs and planning read its
+fields by name.
+"""
 
 from typing import Annotated, Any
 

@@ -1,5 +1,9 @@
 """What a configuration refuses, in one line that names the setting, its value and what is
-possible."""
+possible.
+
+`config/loading.py` (`Pipeline.validate`) calls `explain_refusal`. A key that is renamed goes into
+`MOVED`.
+"""
 
 from collections.abc import Mapping
 from typing import Any

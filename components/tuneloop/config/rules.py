@@ -1,6 +1,9 @@
 """The table of defaults that follow the base model and the machine.
 
 docs/defaults.md lists them.
+
+`Pipeline.configure_for` applies it. A rule that is added is an entry of `RULES`, its function in
+`config/choices.py`, and a line of docs/defaults.md, which a test compares.
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,11 @@
 ``engine: {kind: vllm, replicas: 2}`` has the keys of vLLM's class, and ``engine: {kind:
 transformers}`` those of another. A text in place of such a section is its kind, so that
 ``--set engine=transformers`` is the same as ``--set engine.kind=transformers``. Any other name than
-those of the classes is a plugin, where the union has a class for `PLUGIN`."""
+those of the classes is a plugin, where the union has a class for `PLUGIN`.
+
+Sections of several kinds are the engine, its weights, and algorithms (`choose_by_kind`). What
+lists, follows or refuses settings goes through these functions, and knows no kind by its name.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass

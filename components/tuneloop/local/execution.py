@@ -1,4 +1,8 @@
-"""The state of one run that all its nodes share, and that the journal shows to others."""
+"""The state of one run that all its nodes share, and that the journal shows to others.
+
+The executor makes one for each workflow. Each task of a graph has a thread, so what is not under
+the lock is set before the threads start, or replaced and never changed.
+"""
 
 import contextlib
 import dataclasses

@@ -2,6 +2,11 @@
 
 Each pod is a process group. The workflows of a run of several (`execute_parts`) share a work
 directory, which `tuneloop.local.journal` describes.
+
+`tuneloop run`, `resume` and `fork` call `execute_parts` in their own process (`cli/execute.py`);
+tests and `tuneloop` itself have no other way to run a workflow here. The modules below it: `graph`
+(tasks), `retries` (attempts), `pod` (one container), `processes` (its process), `journal` (what
+others read).
 """
 
 import json

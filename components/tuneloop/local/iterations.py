@@ -8,6 +8,9 @@ stage. Exit codes are those of a stage.
 
 `kfp/iterations.py` runs the same loop as a task of KFP. The words of a loop (wire, carry, check) are
 those of `workflow/loop.py`.
+
+Both are the only programs that run several stages in one process: what a stage changes of the
+process, `_fresh_state` has to restore.
 """
 
 import argparse

@@ -1,4 +1,8 @@
-"""Pods of a local run: containers and daemons as process groups; their outputs and readiness."""
+"""Pods of a local run: containers and daemons as process groups; their outputs and readiness.
+
+What of a pod's specification means something here, and what is refused, is
+`workflow/manifest.py`'s; a field that is read here has to be allowed there.
+"""
 
 import contextlib
 import json

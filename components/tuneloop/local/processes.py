@@ -1,4 +1,8 @@
-"""The executor's side of the processes that start pods: the spawner and the warm process."""
+"""The executor's side of the processes that start pods: the spawner and the warm process.
+
+The gateway starts its sessions by it, too. It has the other end of the protocol that
+`local/spawn.py` describes.
+"""
 
 import contextlib
 import itertools

@@ -1,4 +1,7 @@
-"""The call of a template, and its result."""
+"""The call of a template, and its result.
+
+`graph`, `retries` and `pod` pass these to one another.
+"""
 
 import threading
 from collections.abc import Mapping

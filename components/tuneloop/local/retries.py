@@ -3,6 +3,9 @@
 They are read as the Argo controller 3.7 reads them (``processNodeRetries`` in
 ``workflow/controller/operator.go``). After which ends a pod is started again is not decided here: the
 expression is rendered from `tuneloop.core.ends`.
+
+A graph (`local/graph.py`) runs a template with a retry strategy by `Attempts`; the attempt gets the
+tags of the one before it, by which its program is told how that ended (`core/attempts.py`).
 """
 
 import threading

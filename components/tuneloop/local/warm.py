@@ -12,8 +12,11 @@ lives before the fork (an OpenMP pool, a CUDA context) would be missing in the c
 
 Run as ``python -m tuneloop.local.warm stages PATH [MODULE …]`` it serves many runs, until the
 process that started it ends: those with ``TUNELOOP_WARM=PATH`` in their environment connect to the
-socket PATH, and each gets a fork that is to it what a warm process of its own would have been. The
-further modules are imported too.
+socket PATH, and each gets a fork of this process, which serves it as a warm process of its own
+would. The further modules are imported too.
+
+What is added to `STAGES` is imported once for all stages of all runs: it must start no thread, and
+must not read the environment when it is imported, unless `is_compatible` compares the variable.
 """
 
 import atexit

@@ -3,6 +3,8 @@
 Module names are read from the headers of the model's safetensors files. transformers renames or
 fuses some modules while it loads them, so only what holds under any such change is refused here.
 The stage that trains asks peft itself.
+
+`planning/limits.py` is its only caller.
 """
 
 import re

@@ -5,6 +5,8 @@ checkpointing, which computes forward twice, and 2 fewer for parameters that LoR
 generated token takes a pass over the weights and the KV cache of all sequences that are generated
 at once, as fast as memory gives them or the device computes, and a prompt's 2 operations a
 parameter. Attention's own operations are left out.
+
+`tuneloop plan --device` prints it.
 """
 
 import math

@@ -2,6 +2,8 @@
 
 ``model/`` has all weights, in the dtype in which they are saved. ``trainer/`` has the trainer's
 state of the parameters that are trained, in full precision.
+
+`plan` prints it, and `planning/disk.py` adds it up for a run.
 """
 
 from dataclasses import dataclass

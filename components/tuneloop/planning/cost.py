@@ -1,4 +1,7 @@
-"""How many hours a workflow takes, and what its accelerators cost, by the seconds of its stages."""
+"""How many hours a workflow takes, and what its accelerators cost, by the seconds of its stages.
+
+`tuneloop plan` prints it, by the seconds of a run before or of `planning/arithmetic.py`.
+"""
 
 import statistics
 from collections.abc import Iterator, Mapping

@@ -2,6 +2,9 @@
 
 This follows from the workflow's graph, and from how its plan divides the loop among pods. Counts
 are upper bounds where the graph decides while it runs (``when``, loops that may stop early).
+
+Everything that plans reads these counts, by `PlannedPods`. They go by the graph as it is rendered,
+so that a graph of another shape counts right, too.
 """
 
 import math

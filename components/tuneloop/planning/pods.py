@@ -1,4 +1,7 @@
-"""The stages and servers that a workflow starts, and the base model that they work on."""
+"""The stages and servers that a workflow starts, and the base model that they work on.
+
+It joins the plan (what runs) with the graph (how often), for all other modules here.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property

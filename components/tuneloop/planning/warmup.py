@@ -2,6 +2,8 @@
 
 A number of steps is known only where a user sets it. Of training in epochs the warm-up is at most a
 tenth of the steps (`tuneloop.training.delegation`), so there is nothing to find.
+
+`planning/limits.py` prints what is found as a note.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,8 @@
-"""Alarms for the silent failures of reinforcement learning, found in the curves of a run."""
+"""Alarms for the silent failures of reinforcement learning, found in the curves of a run.
+
+The page and `status` show them. They go by the names of metrics that `training/policy_gradient.py`
+and the algorithms record, so that a renamed metric silences one.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median

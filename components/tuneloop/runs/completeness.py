@@ -1,4 +1,8 @@
-"""Whether all that a run has committed, and goes by, is still there."""
+"""Whether all that a run has committed, and goes by, is still there.
+
+A finished run that is not whole is not called finished: `run` and `resume` refuse it
+(`runs/resumption.py`), and `status` and the page say what is missing.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,8 @@
 """Timings of each version on its way from the trainer to its tokens (docs/weights.md, "What each
 version took").
+
+It joins three records: the publisher's (`weights/publication.py`), the replicas'
+(`weights/live.py`), and what sampling stages state. The page, the report and trackers show it.
 """
 
 import functools

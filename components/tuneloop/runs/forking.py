@@ -3,6 +3,9 @@
 A fork is its pipeline's workflow, started at the template where a long loop continues
 (`tuneloop.argo.loop`), with references to the artifacts of the other run. These are not copied;
 pins protect them from retention. ``<store>/<fork>/fork.json`` names the origin.
+
+`tuneloop fork` calls `begin_workflow`, then `record_fork`, here or for a cluster
+(`cluster/submission.py`); retention asks for the pins (`training/old_checkpoints.py`).
 """
 
 from collections.abc import Mapping

@@ -3,6 +3,9 @@
 A trainer's curves are over optimizer steps, those of weights over versions, all others over
 iterations; samples are tables. Only what is committed is mirrored, so it can be done at any time,
 by any process, repeatedly.
+
+`runs/tracking.py` decides when a run is looked at. The names of curves and tables here are those
+that people's dashboards have.
 """
 
 import time

@@ -1,4 +1,8 @@
-"""What a run's data is, by the facts of the stage `data_prep`: its layout, and how many rows."""
+"""What a run's data is, by the facts of the stage `data_prep`: its layout, and how many rows.
+
+It reads what `data/preparation.py` and `stages/data_prep.py` leave in the facts, of earlier
+releases, too.
+"""
 
 from dataclasses import dataclass, field
 

@@ -3,6 +3,8 @@ names.
 
 A stage is a function of these: a digest that differs is a fault, and the first difference is
 named. The run stays as it is.
+
+`tuneloop replay` and `bisect` call it, in the command's own process.
 """
 
 import dataclasses

@@ -1,4 +1,8 @@
-"""Whether a run of this machine may be continued, and under which settings."""
+"""Whether a run of this machine may be continued, and under which settings.
+
+`run` and `resume` ask it before they execute (`cli/execute.py`). Of a run on a cluster,
+`cluster/submit.py` decides.
+"""
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject

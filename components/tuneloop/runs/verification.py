@@ -1,4 +1,7 @@
-"""Verification of the files that a run has committed, by hashing them again."""
+"""Verification of the files that a run has committed, by hashing them again.
+
+`weights verify`, the audit and signatures read files by it; nothing is repaired.
+"""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,5 +1,8 @@
 """What the steps of a workflow that reserve and release claims are told: the devices of a claim, and
 how many runs share it.
+
+`extensions/sharing` writes it into the rendered steps, as flags, and `cluster/reservations.py`
+reads it in their pods.
 """
 
 from pydantic import BaseModel, Field

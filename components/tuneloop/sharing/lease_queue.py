@@ -1,4 +1,8 @@
-"""The queue of a group: who holds its device lease and who waits for it. No clock, no storage."""
+"""The queue of a group: who holds its device lease and who waits for it. No clock, no storage.
+
+`sharing/leases.py` changes it and `sharing/lease_storage.py` stores it as JSON, which runs of other
+releases read at the same time: a field that is added needs a default.
+"""
 
 from collections.abc import Callable, Collection
 from typing import Literal

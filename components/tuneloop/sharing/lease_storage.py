@@ -10,6 +10,8 @@ runs, which own it. Which runs were served before is forgotten then.
 The numbers of leases go on all the same: a new Lease counts from its ``resourceVersion``. That
 grows by at least one with every write to any Lease, and granting a lease is one write. Kubernetes
 promises this since 1.35 (KEP-5504); it was true of etcd before.
+
+Every change is a compare-and-swap: it reads a queue, and writes it if nobody has in between.
 """
 
 import math

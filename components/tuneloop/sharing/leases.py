@@ -14,6 +14,9 @@ silent once an observer has seen the same `beat` for `patience` seconds of its o
 counts from before it sent its last accepted beat, and gives up after `SAFE` of `patience`. That is
 before any other run can take the lease, unless the speeds of two clocks differ by more than the
 remaining time. Those who wait beat too, so that a dead one holds nobody up.
+
+The sidecar of a pod (`sharing/sidecar.py`), the local executor (`extensions/sharing/pod.py`) and
+the gateway's workers acquire leases; the stage itself only checks the grant (`core/fencing.py`).
 """
 
 import contextlib

@@ -3,6 +3,9 @@
 It needs NVIDIA's driver 570 or newer. A suspended process keeps what it had on its devices in the
 host's memory, and its calls of CUDA wait. A resumed process has all of it back at the same
 addresses. Nothing is written to disk: only that would need CRIU.
+
+The engine vLLM suspends its own process by it (``engine.snapshot``); after a failure that process
+can serve no more (`SnapshotFailed`).
 """
 
 import re

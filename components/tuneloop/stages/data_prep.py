@@ -1,5 +1,11 @@
 """Prompts, demonstrations and pairs from any source, held-out parts apart, every gold answer
-checked."""
+checked.
+
+The stage only orders the parts: sources (`data/sources.py`), the split of each row
+(`data/splitting.py`), gold answers (`data/tables.py`), and what is refused (`data/preparation.py`).
+A parameter that is added needs a default, or is refused where an earlier release has committed
+(`core/component.py`).
+"""
 
 import functools
 import json

@@ -1,5 +1,8 @@
 """Take a policy out: a plain Hugging Face directory that transformers and vLLM load, adapters as
 peft's, and GGUF.
+
+Pipelines end with it, or with `deploy_model`, which serves what it writes. `tuneloop generate`,
+attestations and `deploy_model` read what it writes by the names of files alone.
 """
 
 import re
@@ -74,7 +77,7 @@ def write_adapter(policy: Artifact, target: Path, title: str) -> None:
 
     Args:
         target: the directory to make.
-        title: what the card calls them.
+        title: heading of the card, and the path that its example loads the adapters from.
 
     Raises:
         UserError: it was not trained with LoRA, or its adapters or their base are gone.

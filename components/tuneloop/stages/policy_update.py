@@ -1,4 +1,9 @@
-"""Improve the policy on a batch of scored rollouts."""
+"""Improve the policy on a batch of scored rollouts.
+
+The stage only orders the parts: where the state comes from (`training/state_sources.py`), which
+samples count (`training/mini_batches.py`), steps (`training/policy_gradient.py`), and what is
+written (`training/checkpoint.py`). Every function here is called by all ranks.
+"""
 
 from __future__ import annotations
 

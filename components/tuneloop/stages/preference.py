@@ -1,4 +1,7 @@
-"""Preference optimization: the policy learns which of two completions is the better one."""
+"""Preference optimization: the policy learns which of two completions is the better one.
+
+`reference_logprobs` runs before it, on the same data and with the same `max_length`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -169,7 +172,7 @@ class Learner:
 
         indices = prepared.indices
         divergence = self._divergence(indices)
-        # A step that is repeated after an interruption drops the same activations.
+        # Dropout is seeded for each step: one that is repeated after an interruption is the same.
         torch.manual_seed(self.stage.seed("dropout", self.trainer.step, self.stage.rank))
         totals: dict[str, float] = {}
         for micro, batch in self.trainer.accumulate(prepared.batches):

@@ -1,5 +1,8 @@
 """Log-probabilities of pairs under the reference policy, once for all epochs and all runs over the
 same data.
+
+`preference` reads the file of each split by the ids of pairs, and compares the digests of their
+tokens.
 """
 
 from typing import Annotated, ClassVar

@@ -1,4 +1,7 @@
-"""Train a reward model on pairs (Bradley-Terry); `model_reward` scores rollouts with it."""
+"""Train a reward model on pairs (Bradley-Terry); `model_reward` scores rollouts with it.
+
+Its artifact is no policy: it has no version, and only `model_reward` opens it.
+"""
 
 import shutil
 from functools import partial
@@ -83,7 +86,7 @@ def train_step(
     """Take one optimizer step and return its metrics, under TRL's names."""
     import torch
 
-    # A step that is repeated after an interruption drops the same activations.
+    # Dropout is seeded for each step: one that is repeated after an interruption is the same.
     torch.manual_seed(stage.seed("dropout", trainer.step, stage.rank))
     totals = torch.zeros(3, dtype=torch.float64)
     for _, batch in trainer.accumulate(prepared.batches):

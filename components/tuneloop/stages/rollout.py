@@ -1,4 +1,8 @@
-"""Sample completions from the policy, with the log-probabilities that training needs."""
+"""Sample completions from the policy, with the log-probabilities that training needs.
+
+What samples is chosen by `inference/generate.py`. The trainer trusts these columns: ids,
+log-probabilities and versions of each token.
+"""
 
 import itertools
 import json

@@ -1,4 +1,7 @@
-"""Token ids of demonstrations and pairs, made once for all stages that train on them."""
+"""Token ids of demonstrations and pairs, made once for all stages that train on them.
+
+It is optional: without it each stage that trains tokenizes all rows when it starts.
+"""
 
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError

@@ -2,6 +2,9 @@
 
 A mirror may be killed at any point and begun again, so a tracker takes the same thing only once,
 or begins its copy of the run anew.
+
+`runs/mirroring.py` calls a tracker, in a process of its own that imports its library
+(`runs/tracking.py`).
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,9 @@
 """The application behind ``tuneloop ui``: a page whose scripts request the runs' artifacts as JSON.
 
 The page inserts them as text, never as markup, and the browser is told to run no other scripts.
+
+`cli/ui.py` serves it, in a process that only reads. Requests come on several threads: a run is used
+by one at a time (`OpenRuns.use`).
 """
 
 import threading

@@ -9,6 +9,9 @@ NaN differs from itself, but their bytes do neither.
 * ``gap8-xor``: our own. Gaps between changed elements as bytes, XOR values in byte planes, each in
   a zstd frame of its own. It has half the bytes of ``xor``, is encoded twice as fast and applied
   three times as fast. `docs/weights.md` states it byte by byte.
+
+The bytes are a published format, which readers of other projects read: an encoding may be added,
+and none changed. `weights/delta.py` puts tensors' deltas into one file.
 """
 
 import struct

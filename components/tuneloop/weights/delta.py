@@ -3,6 +3,9 @@
 Each thread works on one tensor. Both sides are memory-mapped and read once, in blocks that stay in
 a core's cache: reading, comparing, hashing and compressing are one pass, and neither model is ever
 held in memory.
+
+`weights/publish.py` writes, `weights/materialize.py` and `weights/tensors.py` apply. Equal models
+give equal files.
 """
 
 import os

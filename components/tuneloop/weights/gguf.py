@@ -2,6 +2,9 @@
 
 No package has that conversion. What it does is taken from ``convert_hf_to_gguf.py`` of llama.cpp
 (https://github.com/ggml-org/llama.cpp) for the architectures of ``gguf.toml``.
+
+`export` writes one where its parameter asks for it. An architecture that is added is an entry of
+``gguf.toml``; it is compared with what llama.cpp's own conversion writes.
 """
 
 import json
@@ -84,7 +87,7 @@ def _describe_tokenizer(tokenizer: Any) -> JsonObject:
     """Return the settings of ``tokenizer.json`` (None: there is none) that llama.cpp has to share.
 
     ``tokenizer`` is llama.cpp's name of the pre-tokenizer. Where llama.cpp has none that does the
-    same, it is the description of the tokenizer, which is refused and printed.
+    same, it is a description of the tokenizer: the caller refuses it, and prints this.
     """
     if tokenizer is None:
         return {"vocabulary": "no tokenizer.json"}

@@ -1,4 +1,8 @@
-"""List, verify and compare published versions, and delete those that nothing needs."""
+"""List, verify and compare published versions, and delete those that nothing needs.
+
+`tuneloop weights` and the page call it. Nothing is deleted that a replica serves
+(`weights/live.py`) or that a kept version builds on.
+"""
 
 import re
 import tempfile

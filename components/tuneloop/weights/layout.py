@@ -4,6 +4,9 @@ The safetensors format (https://github.com/huggingface/safetensors#format): eigh
 length of a JSON header, the header gives dtype, shape and byte range of each tensor, and the
 tensors' data follow without holes. Two files with equal headers and equal tensors are therefore
 byte-identical, which is what the weight protocol proves.
+
+Everybody who needs bytes of a model without torch reads them here; a header that is not as the
+format says is refused as `Corrupt`, by a `Blame` that names the file.
 """
 
 import json

@@ -9,6 +9,9 @@ A replica writes the first file with each version and every minute, and deletes 
 normally. A file older than `EXPIRY_S` belongs to a dead replica and does not count. The version of
 a replica without write access has to be pinned by hand. The second file is written once and kept,
 for people and reports.
+
+`inference/follower.py` writes both, `weights/inspect.py` reads the first before it deletes, and
+`runs/delivery.py` the second.
 """
 
 import time

@@ -1,4 +1,8 @@
-"""Make a local directory hold a published version: from a full version and deltas, or in place."""
+"""Make a local directory hold a published version: from a full version and deltas, or in place.
+
+Replicas call it for each version (`inference/follower.py`), the publisher for a base that it has
+not (`weights/publish.py`), and `tuneloop weights materialize`.
+"""
 
 import fcntl
 import hashlib

@@ -3,6 +3,8 @@
 It moves by compare-and-swap and never backward. Two publishers that race cannot both believe that
 they moved it. The protocol follows the published disk-delta systems (slime, miles): the pointer is
 moved last, and a rewind is refused.
+
+Writers are `weights/publish.py` alone; replicas poll it.
 """
 
 from pydantic import BaseModel, Field

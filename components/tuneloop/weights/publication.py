@@ -2,6 +2,9 @@
 
 The artifact is authoritative. Publishing follows the commit and may be repeated: running a stage
 again completes it.
+
+It is the ``after`` of the stages that write checkpoints (`core/component.py`: `component`), so it
+runs once the artifact is committed, on the first rank.
 """
 
 import dataclasses
@@ -64,7 +67,7 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     if root is None:
         return
     version = VersionFacts.read(manifest).version
-    # It is read before the attempt, and says whether the version existed then.
+    # Read before the publication below, so that it says whether the version existed before.
     chain = Chain(root)
     # Without timings an earlier attempt committed it, and later versions may exist.
     committed_now = bool(stage.timings)

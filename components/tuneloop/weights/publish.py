@@ -1,4 +1,8 @@
-"""Publish a model directory as the next version: files, then the index, then the pointer."""
+"""Publish a model directory as the next version: files, then the index, then the pointer.
+
+`weights/publication.py` calls `publish_version` after each commit, a fork with the policy that it
+begins with (`runs/forking.py`), and other trainers as a library (docs/weights.md).
+"""
 
 import tempfile
 import time

@@ -1,4 +1,8 @@
-"""Plan how a version is restored: from a full version and deltas, or by deltas alone."""
+"""Plan how a version is restored: from a full version and deltas, or by deltas alone.
+
+A plan is only arithmetic over indexes: `weights/materialize.py` carries it out for a whole model,
+`weights/tensors.py` for some tensors.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,6 +5,8 @@ the ranks of tensor parallelism split the rows of a ``…_column`` and the colum
 Each rank needs the whole of a ``norm``, a ``router`` and a ``scale`` (of a quantized matrix). It
 also needs the whole of ``replicated`` tensors, for which no split is known. `read_tensors` reads
 chosen tensors of a version.
+
+The publisher writes them into the index of a version without a base (`Extra.roles`).
 """
 
 import re

@@ -1,4 +1,8 @@
-"""Read chosen tensors of a published version, without the others."""
+"""Read chosen tensors of a published version, without the others.
+
+`weights/inspect.py` compares versions by it, and readers that need a part of a model use it as a
+library.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack

@@ -7,6 +7,9 @@
                                                                    step as a delta
 
 `docs/weights.md` is the protocol.
+
+An index is written once and read by older and newer releases: a field that is added to `Extra` is
+one that older readers refuse (``extra="forbid"``), and needs another `format`.
 """
 
 import contextlib

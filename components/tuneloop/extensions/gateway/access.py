@@ -1,4 +1,8 @@
-"""Authentication of callers, and the namespaces in which they may have sessions."""
+"""Authentication of callers, and the namespaces in which they may have sessions.
+
+`app.py` asks it for each request, before it reads a body. There is a class for a cluster and one
+for one machine, with the same two methods.
+"""
 
 import hashlib
 import hmac

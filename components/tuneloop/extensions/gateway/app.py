@@ -1,6 +1,9 @@
 """The gateway's HTTP (docs/sharing.md): sessions under ``/v1``, Tinker's routes under ``/api/v1``.
 
 Tinker's routes go to the session's worker. The body of a request without a token is not read.
+
+It runs in the gateway's process, of which there is one: quotas are counted in its memory. Nothing
+of a session is stored here.
 """
 
 import asyncio

@@ -4,6 +4,9 @@ Annotations have the request and its sender. A Job has one pod, which is not sta
 fails, as its models are lost. (If Kueue preempts the Job and admits it again, the new pod has none
 of the models, and says so.) The worker's key is in the pod's environment: whoever may read the Jobs
 of a namespace may use its sessions.
+
+`app.py` takes this or `processes.Processes` as its backend; both have the same methods. A Job that
+an older gateway created is read by a newer one.
 """
 
 import secrets

@@ -3,6 +3,8 @@
 A client without an answer sends its request again with the same number, and requests may arrive out
 of order. So a request is identified by (stream, number), and a model's request waits for earlier
 ones. One thread executes them; each has a future.
+
+`worker.py` puts requests in from the threads of HTTP, and takes them out on the one that computes.
 """
 
 import math
@@ -143,7 +145,7 @@ class Ledger:
                 stream.drop_expired(time_s)
 
     def _check_new(self, stream: Stream, number: int, name: str) -> None:
-        """Refuse a request that was not accepted before, if it may not be time_s."""
+        """Refuse a request that was not accepted before, if it may not be accepted now."""
         stream_name = name.rpartition(":")[0]
         if stream.following is not None and number < stream.following:
             raise Refused(404, f"{name} was applied, and its result has expired")
@@ -158,7 +160,7 @@ class Ledger:
             raise Refused(503, f"{stream_name}: {problem}")
 
     def future(self, request: str) -> Future[Any]:
-        """Return a request's future; a finished result is kept for `FETCHED` s from time_s.
+        """Return a request's future; a finished result is kept for `FETCHED` s from now on.
 
         Raises Refused (404) if the request is not known, or its result has expired.
         """
@@ -235,7 +237,7 @@ class Ledger:
             self._changed.notify_all()
 
     def _advance(self, stream: Stream, entry: Entry) -> None:
-        """Make a new request ready, or in a stream with an order all that can follow time_s."""
+        """Make a new request ready, or in a stream with an order all that can follow now."""
         if stream.following is None:
             self._ready.append(entry)
         else:

@@ -1,4 +1,7 @@
-"""Bodies of Tinker's requests, and results as they are sent back."""
+"""Bodies of Tinker's requests, and results as they are sent back.
+
+The names of fields are those of Tinker's client, and are checked by its own library in the tests.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,4 +1,7 @@
-"""Sessions as child processes of the gateway, on one machine. They end with it."""
+"""Sessions as child processes of the gateway, on one machine. They end with it.
+
+This is ``tuneloop gateway --local``. The methods are those of `jobs.Jobs`.
+"""
 
 import contextlib
 import datetime

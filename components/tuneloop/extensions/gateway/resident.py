@@ -1,4 +1,8 @@
-"""A policy and its optimizer that stay in memory between requests, and a sampler of snapshots."""
+"""A policy and its optimizer that stay in memory between requests, and a sampler of snapshots.
+
+`session.py` calls it on the thread that computes, never two methods at once. Checkpoints are those
+of stages (`training/checkpoint.py`), so that a run can go on from one.
+"""
 
 import time
 from collections.abc import Mapping, Sequence

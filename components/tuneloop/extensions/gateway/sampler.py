@@ -4,6 +4,9 @@ It is started when one of them first samples, and scaled to zero when none has s
 A session is one client's training at the gateway, with weights of its own. Before it samples for a
 session, the server loads that session's weights. `prove_weights` then compares what it computes
 with what the trainer recorded for a fixed text (the canary of the checkpoint).
+
+`SharedSampler` is used in each worker, by its session; `SamplerUse` in the gateway, which alone may
+scale the Deployment.
 """
 
 import logging

@@ -1,4 +1,8 @@
-"""A session of the gateway: Tinker's requests, carried out by `Resident` and `Sampler`."""
+"""A session of the gateway: Tinker's requests, carried out by `Resident` and `Sampler`.
+
+It runs in the worker's process. A method of a request checks what it can at once and puts the rest,
+as `work`, into the ledger; `do` runs that later, on the thread that owns the models.
+"""
 
 import contextlib
 import functools

@@ -1,4 +1,8 @@
-"""Sessions as the gateway sees them, and how many a namespace may have."""
+"""Sessions as the gateway sees them, and how many a namespace may have.
+
+The gateway reads and counts these (`app.py`), `jobs.py` and `processes.py` make them; workers know
+their own session alone.
+"""
 
 import hashlib
 import time

@@ -2,6 +2,8 @@
 
 Tensors are little-endian bytes with dtype and shape. `SCHEMA` has the field numbers of
 ``tinker_public.proto`` in the client library, release 0.38.
+
+A field that is added is a line of `SCHEMA`, by the number of the client's own file.
 """
 
 import functools

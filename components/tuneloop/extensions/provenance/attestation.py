@@ -1,5 +1,8 @@
 """Statements of what a version was made from: SLSA provenance, signed beside its files, and a
 model card.
+
+`commands.py` calls it for ``attest`` and ``push``, after the audit of the run. What is stated is
+read from manifests; nothing is computed again.
 """
 
 import tempfile

@@ -1,4 +1,9 @@
-"""Promotions: names for weight versions that passed a gate (`tuneloop.formats.promotions`)."""
+"""Promotions: names such as ``production`` for weight versions that passed a gate
+(`tuneloop.formats.promotions`).
+
+Deployments outside of a run read such a name; `training/old_checkpoints.py` keeps what is promoted,
+by a pin.
+"""
 
 import os
 import time

@@ -3,6 +3,8 @@ docs/signing.md has the files.
 
 They are made by model-signing, whose minor version is pinned: for the SLSA statement private
 parts of it are used.
+
+Verification needs no store and no run: `tuneloop verify-model` reads a directory alone.
 """
 
 import json

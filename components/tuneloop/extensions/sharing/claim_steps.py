@@ -1,4 +1,7 @@
-"""Steps that reserve or release shared devices: they run `tuneloop.cluster.reservations`."""
+"""Steps that reserve or release shared devices: they run `tuneloop.cluster.reservations`.
+
+`pod.py` adds them when a workflow is rendered.
+"""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any

@@ -4,6 +4,9 @@ Argo 3.7 has no field for a pod's claims, so ``podSpecPatch`` writes them. The f
 claim (`tuneloop.cluster.reservations`), and outputs its name as a global parameter, which every
 template reads. This works whether a submission, a schedule, a template or the previous workflow
 started the workflow.
+
+It runs where a workflow is rendered, after all templates are there (`pod.py`). The name of the
+parameter is a contract with `cluster/reservations.py`.
 """
 
 import json

@@ -5,6 +5,8 @@ holders of a device lease use memory up to their limits. So two sums must fit th
 requests, or the last run's pods are never scheduled; and the memory used at a time, or the kernel
 kills a pod. Trainers that stay in memory between leases (the gateway's sessions) also need pinned
 host memory for weights and Adam's two moments.
+
+`preflight.py` asks it before a run is submitted, and `tuneloop plan` prints it.
 """
 
 from collections.abc import Iterator, Sequence

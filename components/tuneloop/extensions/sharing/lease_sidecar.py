@@ -5,6 +5,9 @@ It is a native sidecar, an init container that is always restarted: Kubernetes s
 container once its startup probe has passed, and ends it after that container. It alone has a token,
 of an account that may only change Leases. A file on a volume that both mount tells the stage's
 container until when the lease is valid.
+
+The flags that are written here are parsed by `sharing/sidecar.py`, in the sidecar and in the local
+executor.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,8 @@
-"""What runs that share devices change of their pods."""
+"""What runs that share devices change of their pods.
+
+It is the `PodHook` of this extension (`workflow/pod_hook.py`), called when a workflow is rendered,
+planned, submitted and, on this machine, run.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping

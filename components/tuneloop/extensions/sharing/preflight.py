@@ -1,5 +1,7 @@
 """What runs that share devices need on a cluster: its claims and DeviceClass, room on the node, and
 a group that takes the run.
+
+`cluster/preflight.py` calls it by the hook, before anything is created on the cluster.
 """
 
 from argparse import Namespace

@@ -1,4 +1,8 @@
-"""The section `cluster.share`: with whom a run shares devices, and how."""
+"""The section `cluster.share`: with whom a run shares devices, and how.
+
+Everything else here reads it; a field that is added is a key of the configuration, and a line of
+docs/sharing.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``tuneloop sweep``: a run for each combination of settings, and the runs ranked."""
+"""``tuneloop sweep``: a run for each combination of settings, and the runs ranked.
+
+The work is in `runs.py`: `Sweep.plan`, `Sweep.run`, `Sweep.ranking`.
+"""
 
 from typing import TYPE_CHECKING, Annotated
 

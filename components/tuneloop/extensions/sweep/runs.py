@@ -1,4 +1,8 @@
-"""Sweeps: a run for each combination of settings. All that is stored of a sweep is in its runs."""
+"""Sweeps: a run for each combination of settings. All that is stored of a sweep is in its runs.
+
+Runs are started one by one in the command's process, or submitted to a cluster; their names begin
+with the sweep's, by which a second call finds them.
+"""
 
 import contextlib
 import itertools
