@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from tuneloop.argo.pod_fields import NOBODY, RESTRICTED
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.pod_settings import RESTRICTED_CONTAINER, RESTRICTED_POD
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 GROUP = "kueue.x-k8s.io"
@@ -58,7 +58,7 @@ def _build_probe(queue: str) -> JsonObject:
     container = {
         "name": "main",
         "image": "tuneloop/base",
-        "securityContext": RESTRICTED,
+        "securityContext": RESTRICTED_CONTAINER,
         # A ResourceQuota may ask for both.
         "resources": {"requests": quantities, "limits": quantities},
     }
@@ -68,7 +68,7 @@ def _build_probe(queue: str) -> JsonObject:
         "metadata": {"generateName": "tuneloop-probe-", "labels": {QUEUE_LABEL: queue}},
         "spec": {
             "containers": [container],
-            "securityContext": NOBODY,
+            "securityContext": RESTRICTED_POD,
             "restartPolicy": "Never",
             "automountServiceAccountToken": False,
         },
