@@ -88,6 +88,7 @@ def promote_version(
             raise UserError(
                 "--min", ", ".join(minima), "write METRIC=VALUE, as in mean_reward=0.9"
             ) from None
+    # Tables print v4, and users copy what they read.
     number = version.removeprefix("v")
     if not number.isdecimal():
         raise UserError("VERSION", version, "write its number, as in 4 or v4")
@@ -110,6 +111,7 @@ def list_promotions(
     """
     from tuneloop.formats.promotions import read_history
 
+    # Names are those of a store: runs of one task promote to the same name in turn.
     history, _ = read_history(Store(store))
     promotions = [item for item in reversed(history) if promoted in (None, item["name"])]
     if promoted and not promotions:
@@ -164,6 +166,7 @@ def rescore_run(
     """
     from tuneloop.extensions.provenance import questions
 
+    # A reward of the user's own is a module in the directory that the command is run in.
     find_modules_here()
     lines: list[tuple[str, ...]] = []
     largest: list[JsonObject] = []
