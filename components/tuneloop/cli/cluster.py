@@ -172,14 +172,34 @@ def schedule_pipeline(
     pipeline: PIPELINE,
     name: Annotated[
         str,
-        typer.Option("--name", help="Name of the schedule; each run adds the digest of its data."),
+        typer.Option(
+            "--name",
+            help="Name of the schedule; each run adds the digest of its data, or its time.",
+        ),
     ],
     store: REMOTE_STORE,
     cron: Annotated[
-        str, typer.Option("--cron", help="When to check for new data, as in '0 3 * * *'.")
+        str,
+        typer.Option("--cron", help="When to check for new data, or to run, as in '0 3 * * *'."),
     ],
     timezone: Annotated[
         str | None, typer.Option("--timezone", help="Zone of --cron, as in Europe/Prague.")
+    ] = None,
+    always: Annotated[
+        bool, typer.Option("--always", help="Run at each of these times, also on the same data.")
+    ] = False,
+    promote: Annotated[
+        bool,
+        typer.Option(
+            "--promote",
+            help="Begin each run with the last good result, which is promoted as --name.",
+        ),
+    ] = False,
+    minima: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--min", metavar="METRIC=VALUE", help="With --promote: what a result must reach, too."
+        ),
     ] = None,
     config: CONFIG = None,
     sets: SETS = None,
@@ -187,18 +207,26 @@ def schedule_pipeline(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Run a pipeline whenever its data has changed. Checks at given times; the same name again
-    changes the schedule.
+    """Run a pipeline whenever its data has changed, or with --always at each time. The same name
+    again changes the schedule.
 
     A check makes the prompts again and compares their digest. It starts no run while one of this
-    schedule is active.
+    schedule is active. With --promote it first promotes what the last run exports, if its mean
+    reward on held-out prompts is at least that of the policy it began with.
     """
     from tuneloop.cli.checks import check_limits
-    from tuneloop.cluster.schedule import apply_schedule
+    from tuneloop.cluster.schedule import Trigger, apply_schedule
     from tuneloop.config.loading import find_pipeline
     from tuneloop.planning.limits import find_limits, read_pods
     from tuneloop.planning.pod_paths import list_mounted_paths
+    from tuneloop.runs.promotions import parse_minima
 
+    if minima and not promote:
+        raise UserError("--min", ", ".join(minima), "is for --promote: give both, or neither")
+    trigger = Trigger(
+        is_timed=always,
+        minima=parse_minima(minima or ()) if promote else None,
+    )
     definition = find_pipeline(pipeline)
     settings = definition.configure(config, sets or ())
     workflow = definition.build(settings)
@@ -214,10 +242,10 @@ def schedule_pipeline(
         cron=cron,
         timezone=timezone,
         priority=priority,
+        trigger=trigger,
     )
-    typer.echo(
-        f"{name}: checks for new data at {cron}; `tuneloop cluster unschedule {name}` ends that"
-    )
+    action = "starts a run" if always else "checks for new data"
+    typer.echo(f"{name}: {action} at {cron}; `tuneloop cluster unschedule {name}` ends that")
 
 
 def diff_pipeline(

@@ -148,6 +148,11 @@ def check_base_model(run: CheckedRun) -> Iterator[UserError]:
     facts = run.facts
     name = facts.name
     if is_reference(name):
+        for stage in run.pods.list_stages_of(base_model):
+            revision = stage.parameters.get("revision")
+            if revision is not None:
+                setting = run.name_setting(stage, "revision")
+                yield UserError(setting, revision, "is for a name on the hub; leave it out")
         if facts.problem is None:
             yield from check_model_files(run, name, facts.directory)
         elif facts.holds_in_pods or not run.machine.is_cluster:

@@ -14,7 +14,7 @@ from tuneloop.cluster.schedule import (
     CRON,
     LABEL,
     apply_schedule,
-    build_data_check_spec,
+    build_check_spec,
     check_cron,
     check_timezone,
     delete_schedule,
@@ -62,7 +62,7 @@ def test_looking_makes_the_prompts_of_the_pipeline_and_keeps_none() -> None:
     made = run_workflows.prepare_workflow(
         pipeline.build(pipeline.configure()), run="nightly", store="s3://b/runs"
     )
-    spec = build_data_check_spec(made, "nightly")
+    spec = build_check_spec(made, "nightly")
     data, start, main = spec["templates"]
     assert data == next(t for t in made["spec"]["templates"] if t["name"] == "data-prep")
     assert (
@@ -81,7 +81,7 @@ def test_looking_makes_the_prompts_of_the_pipeline_and_keeps_none() -> None:
 def test_a_pipeline_without_data_has_nothing_to_look_at() -> None:
     made = run_workflows.prepare_workflow(build(2, 1), run="nightly", store="s3://b/runs")
     with pytest.raises(UserError, match="has no stage data_prep"):
-        build_data_check_spec(made, "nightly")
+        build_check_spec(made, "nightly")
 
 
 @pytest.mark.parametrize("zone", ["Mars/X", "Europe", "../UTC", "europe prague"])
@@ -203,7 +203,7 @@ def test_the_last_step_of_a_look_hands_on_what_it_did(
     made = run_workflows.prepare_workflow(
         pipeline.build(pipeline.configure()), run="nightly", store="s3://b/runs"
     )
-    spec = build_data_check_spec(made, "nightly")
+    spec = build_check_spec(made, "nightly")
     (output,) = spec["templates"][1]["outputs"]["parameters"]
     monkeypatch.setenv("TUNELOOP_OUTPUTS", str(tmp_path))
     prompts = f"file:///tmp/prompts@sha256:{'0' * 32}"

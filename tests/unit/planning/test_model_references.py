@@ -96,6 +96,10 @@ def test_settings_and_pods_follow_the_model_in_the_bucket(
             ["base_model=" + URL, "model.chat_template=my.jinja"],
             "model.chat_template: 'my.jinja': is a path of this machine, which pods do not see",
         ),
+        (
+            ["base_model=" + URL, "model.revision=main"],
+            "model.revision: 'main': is for a name on the hub; leave it out",
+        ),
         (["base_model=run://other/export"], "has no files; correct the address"),
     ],
 )

@@ -10,11 +10,12 @@ import pytest
 from benchmarks.store_bytes import CountingS3, serve_s3
 from tests.models import write_model
 from tests.policies import commit_policy
-from tuneloop.core.artifacts import Artifact, hash_files
+from tuneloop.core.artifacts import Artifact, Draft, hash_files
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.formats.checksums import SUMS, format_sums
 from tuneloop.formats.stored_models import open_model
+from tuneloop.runs.promotions import promote_result
 from tuneloop.runs.replay import replay_iteration
 from tuneloop.runs.run_record import Run
 from tuneloop.stages.base_model import base_model
@@ -179,6 +180,32 @@ def test_the_checkpoint_of_an_iteration_is_a_base_model(tmp_path: Path) -> None:
     out = str(tmp_path / "runs" / "next" / "base-model")
     base_model(out=out, model="run://demo/iterations/3")
     assert Artifact(out).manifest.params["model"] == policy.ref
+
+
+def test_a_promoted_version_is_a_base_model(tmp_path: Path) -> None:
+    store = f"{tmp_path}/runs"
+    policies: list[Artifact] = []
+    for name, reward in (("monday", 0.25), ("tuesday", 0.5)):
+        policy = commit_policy(Path(store, name, "iterations", "3", "policy-update"), version=3)
+        policies.append(policy)
+        evaluation = Draft(f"{store}/{name}/evaluate")
+        evaluation.commit(
+            stage="evaluate",
+            role="evaluator",
+            inputs={"policy": policy.ref},
+            results={"mean_reward": reward},
+        )
+        export(out=f"{store}/{name}/export", policy=policy.ref)
+        said = promote_result(Run(name, store), "nightly", {"mean_reward": reward})
+        assert said.startswith(f"promoted: {name}: mean_reward {reward}")
+    base_model(out=f"{store}/next/base-model", model="run://nightly@promoted")
+    following = Artifact(f"{store}/next/base-model")
+    assert following.manifest.params["model"] == policies[1].ref
+    base_model(out=f"{store}/other/base-model", model="run://nightly/export@promoted")
+    exported = Artifact(f"{store}/tuesday/export")
+    assert Artifact(f"{store}/other/base-model").manifest.params["model"] == exported.ref
+    with pytest.raises(UserError, match="is not of version 3, which was promoted as nightly"):
+        open_model("run://nightly/evaluate@promoted", f"file://{store}")
 
 
 def test_a_revision_is_for_the_hub(bucket: CountingS3, model: Path, tmp_path: Path) -> None:

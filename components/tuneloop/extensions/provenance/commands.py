@@ -78,22 +78,14 @@ def promote_version(
     lists the names.
     """
     from tuneloop.extensions.provenance import promotion
+    from tuneloop.runs.promotions import parse_minima
 
-    minimum_by_metric: dict[str, float] = {}
-    for item in minima:
-        metric, _, value = item.partition("=")
-        try:
-            minimum_by_metric[metric] = float(value)
-        except ValueError:
-            raise UserError(
-                "--min", ", ".join(minima), "write METRIC=VALUE, as in mean_reward=0.9"
-            ) from None
     # Tables print v4, and users copy what they read.
     number = version.removeprefix("v")
     if not number.isdecimal():
         raise UserError("VERSION", version, "write its number, as in 4 or v4")
     run = open_run(name, store)
-    record = promotion.promote_version(run, int(number), promoted, minimum_by_metric)
+    record = promotion.promote_version(run, int(number), promoted, parse_minima(minima))
     typer.echo(f"{promoted}: version {int(number)} of {name}, {record['ref']}")
 
 

@@ -1,0 +1,175 @@
+"""Schedules by the time, and lines: runs that go on from the last good result."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit import toy
+from tests.unit.cluster.api import Api, kubeconfig, serving
+from tuneloop.cli import run_cli
+from tuneloop.cluster.schedule import BASE, CRON, TEMPLATES, main
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.store import Store
+from tuneloop.formats.promotions import read_history
+
+NIGHTS = [f"2026-01-0{day}T03:00:00Z" for day in range(1, 6)]
+
+
+class Line:
+    """The schedule `nightly` of a store, whose runs are the toy's."""
+
+    def __init__(self, server: Api, store: Path, outputs: Path) -> None:
+        self.server = server
+        self.store = str(store)
+        self.outputs = outputs
+
+    def tick(self, time: str, *options: str) -> str:
+        """Do what the step of the schedule does at a time, and return what it says."""
+        arguments = ["--name", "nightly", "--namespace", "tuneloop", "--store", self.store]
+        assert main([*arguments, "--time", time, *options]) == 0
+        return (self.outputs / "said").read_text()
+
+    def end(self, run: str, phase: str) -> None:
+        self.server.objects["workflows", run]["status"] = {"phase": phase}
+
+    def read_base(self, run: str) -> str | None:
+        """Return the base model that a run was started with; None: that of the settings."""
+        spec = self.server.objects["workflows", run]["spec"]
+        values = {item["name"]: item["value"] for item in spec["arguments"]["parameters"]}
+        assert values["run"] == run
+        base: str | None = values.get(BASE)
+        return base
+
+    def write_result(self, run: str, skills: tuple[int, int]) -> Artifact:
+        """Commit what a run commits that begins with one skill and ends with another; return the
+        version that it exports."""
+        url = f"{self.store}/{run}"
+        first = toy.sft(out=f"{url}/sft", skill=skills[0])
+        toy.evaluate(out=f"{url}/evaluate-before", policy=f"{url}/sft@{first.digest}")
+        toy.sft(out=f"{url}/trained", skill=skills[1])
+        policy = Artifact(f"{url}/trained")
+        toy.evaluate(out=f"{url}/evaluate-after", policy=policy.ref)
+        toy.export(out=f"{url}/export", policy=policy.ref)
+        self.end(run, "Succeeded")
+        return policy
+
+
+@pytest.fixture
+def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    outputs = tmp_path / "outputs"
+    outputs.mkdir()
+    monkeypatch.setenv("TUNELOOP_OUTPUTS", str(outputs))
+    with serving() as (server, cluster):
+        monkeypatch.setenv("KUBECONFIG", kubeconfig(cluster.host, tmp_path))
+        yield Line(server, tmp_path / "store", outputs)
+
+
+def test_each_run_begins_with_the_last_good_result(line: Line) -> None:
+    assert line.tick(NIGHTS[0], "--promote") == "started nightly-20260101-0300"
+    assert line.read_base("nightly-20260101-0300") is None
+    good = line.write_result("nightly-20260101-0300", (1, 2))
+
+    said = line.tick(NIGHTS[1], "--promote")
+    promoted = "promoted: nightly-20260101-0300: mean_reward 0.75 (≥ 0.5)"
+    assert said == f"{promoted}; started nightly-20260102-0300"
+    assert line.read_base("nightly-20260102-0300") == good.ref
+    line.write_result("nightly-20260102-0300", (2, 0))
+
+    # The bad one is refused, and the one before stays.
+    said = line.tick(NIGHTS[2], "--promote")
+    assert said.startswith("not promoted: nightly-20260102-0300: --min: 'mean_reward=0.75': is not")
+    assert said.endswith("; started nightly-20260103-0300")
+    assert line.read_base("nightly-20260103-0300") == good.ref
+    better = line.write_result("nightly-20260103-0300", (2, 3))
+
+    assert line.tick(NIGHTS[3], "--promote").startswith("promoted: nightly-20260103-0300: mean_")
+    assert line.read_base("nightly-20260104-0300") == better.ref
+    history, _ = read_history(Store(line.store))
+    assert [item["ref"] for item in history] == [good.ref, better.ref]
+    assert {item["name"] for item in history} == {"nightly"}
+
+
+def test_nothing_starts_beside_a_run_or_twice_at_a_time(line: Line) -> None:
+    line.tick(NIGHTS[0])
+    assert line.tick(NIGHTS[1]) == "skipped: nightly-20260101-0300 is under way"
+    line.end("nightly-20260101-0300", "Succeeded")
+    assert line.tick(NIGHTS[0]) == "skipped: there is nightly-20260101-0300"
+    assert line.tick(NIGHTS[1]) == "started nightly-20260102-0300"
+    assert line.read_base("nightly-20260102-0300") is None
+
+
+def test_a_run_that_is_resumed_keeps_its_base(line: Line) -> None:
+    line.tick(NIGHTS[0], "--promote")
+    good = line.write_result("nightly-20260101-0300", (1, 2))
+    line.tick(NIGHTS[1], "--promote")
+    line.end("nightly-20260102-0300", "Failed")
+    line.tick(NIGHTS[2], "--promote")
+    line.write_result("nightly-20260103-0300", (2, 3))
+    assert "started nightly-20260102-0300-2" in line.tick(NIGHTS[1], "--promote")
+    resumed = line.server.objects["workflows", "nightly-20260102-0300-2"]
+    parameters = {item["name"]: item for item in resumed["spec"]["arguments"]["parameters"]}
+    assert parameters[BASE]["value"] == good.ref
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options", "problem"),
+    [
+        ("evaluate-after", (), "was not evaluated: there is no mean_reward of held-out prompts"),
+        ("export", (), "exports no version of its policy"),
+        ("evaluate-before", (), "was evaluated alone, without the policy that the run began with"),
+        ("", ("--min", "mean_reward=0.9"), "'mean_reward=0.9': is not reached by evaluate-after"),
+        ("", ("--min", "score=0.1"), "is not a figure of evaluate-after, which has mean_reward"),
+        ("damage", (), "does not pass the audit: trained: trained/"),
+    ],
+)
+def test_a_result_that_cannot_be_judged_is_not_promoted(
+    line: Line, prepare: str, options: tuple[str, ...], problem: str
+) -> None:
+    line.tick(NIGHTS[0], "--promote")
+    run = "nightly-20260101-0300"
+    policy = line.write_result(run, (1, 2))
+    store = Store(line.store)
+    if prepare == "damage":
+        (policy.path / "model" / "weights.json").write_text('{"skill": 3}')
+    elif prepare:
+        store.delete(f"{run}/{prepare}")
+    said = line.tick(NIGHTS[1], "--promote", *options)
+    assert said.startswith(f"not promoted: {run}: ") and problem in said
+    assert read_history(store)[0] == []
+
+
+def schedule(*words: str) -> int:
+    name = ["--name", "nightly", "--store", "s3://b/runs", "--cron", "@daily"]
+    return run_cli(["schedule", "sft", *name, *words])
+
+
+def test_the_command_creates_a_line_by_the_time(
+    line: Line, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert schedule("--always", "--promote", "--min", "mean_reward=0.5") == 0
+    assert "nightly: starts a run at @daily;" in capsys.readouterr().out
+    objects = line.server.objects
+    spec = objects[CRON[2], "nightly"]["spec"]["workflowSpec"]
+    assert [template["name"] for template in spec["templates"]] == ["start", "main"]
+    arguments = spec["templates"][0]["container"]["args"]
+    assert arguments[-3:] == ["--promote", "--min", "mean_reward=0.5"]
+    template = objects[TEMPLATES[2], "nightly"]["spec"]
+    parameters = {item["name"]: item["value"] for item in template["arguments"]["parameters"]}
+    assert parameters[BASE] == "tiny-qwen3"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--min", "mean_reward=1"], "--min: 'mean_reward=1': is for --promote"),
+        (["--promote", "--min", "mean_reward"], "write METRIC=VALUE, as in mean_reward=0.9"),
+        (["--always", "--name", "n" * 27], "is too long for a schedule by the time: at most 26"),
+    ],
+)
+def test_what_a_schedule_cannot_be(
+    line: Line, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    assert schedule(*words) == 2
+    assert problem in capsys.readouterr().err
+    assert not line.server.objects
