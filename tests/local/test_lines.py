@@ -16,10 +16,10 @@ from tuneloop.runs.run_record import Run
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 SETTINGS = [
     "data.train=64",
-    "data.eval=32",
-    "data.sft=400",
-    "data.source_args.digits=1",
-    "evaluate.limit=32",
+    "data.eval=16",
+    "data.sft=64",
+    "data.source_args.digits=2",
+    "data.source_args.sft_wrong_share=0.0",
 ]
 
 

@@ -37,6 +37,7 @@ def promote_version(
     check_name(name, "NAME")
     entry = find_artifact(run, f"v{version}")
     evaluation = _find_evaluation(run, version, entry, minima)
+    # Before the audit, which reads all files of the run.
     check_results(evaluation, minima)
     return promote_entry(run, entry, evaluation, name, minima)
 
@@ -51,5 +52,6 @@ def _find_evaluation(run: Run, version: int, entry: Entry, minima: Mapping[str, 
     if not evaluations:
         remedy = f"was not evaluated by {run.name} (loop.evaluate_every does)"
         raise UserError("VERSION", version, remedy)
+    # An evaluation of another kind, which may be newer, measures other things.
     complete = [e for e in evaluations if minima.keys() <= e.manifest.scalars.keys()]
     return (complete or evaluations)[-1]
