@@ -299,6 +299,7 @@ class Component:
         """Run as a program and return the exit code."""
 
         def work() -> None:
+            program.check_addresses(argv)
             arguments = program.parse_arguments(
                 argv,
                 self.module,

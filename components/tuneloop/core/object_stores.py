@@ -7,9 +7,13 @@ import io
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from tuneloop.core.errors import UserError
+
+if TYPE_CHECKING:
+    from obstore.store import RetryConfig
 
 REFUSALS = (
     "AccessDenied",
@@ -32,6 +36,13 @@ ENDPOINT = re.compile(
     r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]+))?(/[A-Za-z0-9._~/-]*)?"
 )
 MAX_PORT = 0xFFFF
+IMAGE = "TUNELOOP_IMAGE"
+"""Variable of every pod, and of no process on this machine: its image."""
+PATIENCE = timedelta(seconds=60)
+"""How long a pod asks a store again that does not answer, or fails. obstore itself asks ten times, which
+is over in one to six seconds where connections are refused, and the next attempt of a stage costs
+twenty to thirty seconds of imports. No signal is handled meanwhile, so it is not longer.
+"""
 
 
 def is_plain_http() -> bool:
@@ -50,6 +61,25 @@ def is_plain_http() -> bool:
             raise UserError(variable, url, remedy)
         is_plain |= url.startswith("http://")
     return is_plain
+
+
+def build_retries() -> "RetryConfig | None":
+    """Build how often a request to a store is repeated; None: as obstore does by itself.
+
+    People at a terminal are told at once that an address is wrong.
+    """
+    if IMAGE not in os.environ:
+        return None
+    return {
+        # Time ends it, not their number.
+        "max_retries": 1000,
+        "retry_timeout": PATIENCE,
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=100),
+            "max_backoff": timedelta(seconds=5),
+            "base": 2,
+        },
+    }
 
 
 def shorten_error(error: BaseException) -> str:

@@ -8,6 +8,7 @@ local executor declare (`argo/pod_fields.py`).
 import argparse
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,8 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 
 TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets"}
 """Libraries that the extra ``train`` installs."""
+UNKNOWN_ADDRESS = re.compile(r"\{\{tasks\.([\w-]+)\.ip\}\}")
+"""What Argo leaves in an argument for the address of a daemon whose pod has none at the moment."""
 
 
 @fencing.watch_lease()
@@ -55,6 +58,21 @@ def run_component(work: Callable[[], None]) -> int:
         traceback.print_exc()
         errors.write_termination_message(f"bug: {type(error).__name__}: {error}")
         return 1
+
+
+def check_addresses(argv: Sequence[str]) -> None:
+    """Check that Argo knew the addresses in a program's arguments when it created the pod.
+
+    Raises:
+        Unavailable: a server was just being started again. The next attempt is told its address.
+    """
+    for argument in argv:
+        match = UNKNOWN_ADDRESS.search(argument)
+        if match:
+            raise errors.Unavailable(
+                f"server: {match[1]} has no address yet: this pod was created while the server was"
+                " being started again"
+            )
 
 
 def _end(error: errors.UserError | errors.Retryable | errors.Exhausted) -> int:

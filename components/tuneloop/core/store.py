@@ -37,6 +37,7 @@ from tuneloop.core.object_stores import (
     METADATA,
     REFUSALS,
     ObjectFile,
+    build_retries,
     is_plain_http,
     shorten_error,
 )
@@ -129,7 +130,9 @@ class Store:
             is_plain = scheme == "s3" and is_plain_http()
             try:
                 self._objects = obstore.store.from_url(
-                    self.url, client_options={"allow_http": is_plain}
+                    self.url,
+                    client_options={"allow_http": is_plain},
+                    retry_config=build_retries(),
                 )
             except exceptions.BaseError as error:
                 # No request was sent yet, so a setting is wrong.

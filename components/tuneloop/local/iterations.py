@@ -37,7 +37,7 @@ from tuneloop.core.errors import (
     report_error,
 )
 from tuneloop.core.json_types import JsonObject
-from tuneloop.core.program import run_component, write_outputs
+from tuneloop.core.program import check_addresses, run_component, write_outputs
 from tuneloop.core.store import Store
 from tuneloop.core.threads import BACKGROUND, forward_signals
 from tuneloop.workflow.loop import output_of
@@ -365,6 +365,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         name, _, text = value.partition("=")
         values[name] = text
     try:
+        check_addresses(options.value)
         pod = Iterations(
             PodLoop.model_validate_json(options.loop),
             run=options.run,

@@ -223,6 +223,19 @@ def test_failures_keep_their_kind_and_leave_nothing(
     assert [p for p in tmp_path.glob("a/*") if p.is_dir()] == []
 
 
+@pytest.mark.parametrize("address", ["{{tasks.serve.ip}}", "{{tasks.serve-2.ip}}"])
+def test_a_pod_that_was_created_while_its_server_had_no_address(
+    toy: Path, tmp_path: Path, address: str
+) -> None:
+    """Argo leaves the text as it is: no name that could be looked up, and no bug."""
+    done = run(toy, "--thing", f"{tmp_path}/a", "--label", f"http://1.2.3.4:1,http://{address}:1")
+    assert done.returncode == 75
+    name = address.split(".")[1]
+    assert done.stderr.startswith(f"unavailable: server: {name} has no address yet: this pod")
+    template = run(toy, "--thing", f"{tmp_path}/a", "--label", "{{ messages }}")
+    assert template.returncode == 0, "a chat template has braces, too"
+
+
 def start(program: Path, *flags: str) -> subprocess.Popen[str]:
     """The program, at work on the first of its steps, each of which takes 0.1 s."""
     env = {**os.environ, "NAP": "0.1"}

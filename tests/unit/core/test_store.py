@@ -1,13 +1,15 @@
 """The store's three promises, on files; tests/cluster repeats them on S3."""
 
 import multiprocessing
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.objects import served
 from tests.waiting import LIMIT_S
-from tuneloop.core.errors import NoKeys, UserError
+from tuneloop.core import object_stores
+from tuneloop.core.errors import NoKeys, Unavailable, UserError
 from tuneloop.core.store import Conflict, Store, local_path, normalize_url
 
 
@@ -168,6 +170,22 @@ def test_an_endpoint_that_is_no_url_is_one_line(
     for value in ("http://s3.s3.svc:7070", "https://h/path/", "http://[::1]:9000", ""):
         monkeypatch.setenv(variable, value)
         Store("s3://b/x")
+
+
+def test_a_pod_asks_a_store_that_refuses_connections_for_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next attempt of its stage would cost half a minute of imports."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.setenv(name, "x")
+    with pytest.raises(Unavailable, match="after 10 retries, max_retries: 10"):
+        Store("s3://b/x").get("k")
+    monkeypatch.setenv("TUNELOOP_IMAGE", "tuneloop/base:dev")
+    monkeypatch.setattr(object_stores, "PATIENCE", timedelta(seconds=1))
+    with pytest.raises(Unavailable, match="max_retries: 1000, retry_timeout: 1s"):
+        Store("s3://b/x").get("k")
+    assert Store("memory:///x").get("k") is None
 
 
 def test_a_store_that_lacks_a_setting_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
