@@ -17,8 +17,10 @@ import yaml
 from tuneloop.argo.pod_fields import (
     ACCOUNT,
     EXECUTOR,
+    EXECUTOR_LIMITS,
     LIMIT,
     custom_fields,
+    describe_executor,
     place_fields,
     plan_resources,
     pod_fields,
@@ -125,18 +127,27 @@ def jobset_steps(
     return steps
 
 
-def _build_patch(settings: PodSettings) -> JsonObject:
+def _build_patch(cluster: Cluster) -> JsonObject:
     """Build the patch of the pod that watches a JobSet: Argo runs it without the sidecar in the
     workflow's own patch, and writes to /tmp.
 
     Args:
-        settings: of the pod.
+        cluster: where the pod runs.
     """
+    settings = cluster.pod_settings("cpu")
     security = dict(RESTRICTED_CONTAINER)
+    resources: JsonObject = {
+        "requests": EXECUTOR["requests"],
+        "limits": {"memory": EXECUTOR_LIMITS["memory"]},
+    }
     init: JsonObject = {
         "name": "init",
         "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}],
     }
+    if cluster.limits:
+        # The workflow's own patch, which gives `init` its limits, does not apply to this pod.
+        resources = describe_executor(cluster)
+        init["resources"] = resources
     # Argo gives both containers of such a pod a user, which a namespace with a range of users
     # refuses.
     if "runAsUser" not in settings.pod_security:
@@ -148,7 +159,7 @@ def _build_patch(settings: PodSettings) -> JsonObject:
             {
                 "name": "main",
                 "securityContext": security,
-                "resources": {"requests": EXECUTOR["requests"], "limits": {"memory": "256Mi"}},
+                "resources": resources,
             },
         ],
         "initContainers": [init],
@@ -168,7 +179,7 @@ def apply_jobset(name: str, manifest: JsonObject, cluster: Cluster, **fields: An
     from hera.workflows import Resource
     from hera.workflows.models import ExecutorConfig
 
-    patch = _build_patch(cluster.pod_settings("cpu"))
+    patch = _build_patch(cluster)
     fields |= custom_fields("cpu", cluster, patch, containers=())
     return Resource(
         name=name,

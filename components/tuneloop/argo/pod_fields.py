@@ -57,6 +57,8 @@ SMALL = {"cpu": "50m", "memory": "256Mi", "memory_on_retry": ""}
 """Resources of a pod that only talks to the API server."""
 EXECUTOR = {"requests": {"cpu": "10m", "memory": "64Mi"}}
 """Resources of Argo's own containers in a pod."""
+EXECUTOR_LIMITS = {"cpu": "500m", "memory": "256Mi"}
+"""Their limits, where every container has some (`Cluster.limits`)."""
 ACCOUNT = "tuneloop-stage"
 """The account of pods that ask nothing of the API server, unless `service_account` is set."""
 TOKEN_SOURCES: list[JsonObject] = [
@@ -133,6 +135,9 @@ def pod_fields(
 
     image_name = cluster.images.format(image=image)
     resources = resources or plan_resources(role, cluster)
+    memory_limit = resources.memory_limit
+    if cluster.limits and memory_limit is None:
+        memory_limit = resources.memory_request
     variables = {
         "TUNELOOP_OUTPUTS": OUTPUTS,
         "TUNELOOP_IMAGE": image_name,
@@ -152,8 +157,9 @@ def pod_fields(
         ],
         "resources": Resources(
             cpu_request=resources.cpu,
+            cpu_limit=cluster.resources(role).find_cpu_limit(cluster.limits),
             memory_request=resources.memory_request,
-            memory_limit=resources.memory_limit,
+            memory_limit=memory_limit,
             gpus=resources.accelerators or None,
             gpu_flag=settings.gpu,
         ),
@@ -293,6 +299,11 @@ def patch_container(text: str | None, container: JsonObject) -> str:
     patch: JsonObject = json.loads(text or "{}")
     # What the user's settings say of the container wins.
     return encode_value(merge_patches({"containers": [container]}, patch))
+
+
+def describe_executor(cluster: Cluster) -> JsonObject:
+    """Return the resources of Argo's own containers in a pod."""
+    return EXECUTOR | ({"limits": EXECUTOR_LIMITS} if cluster.limits else {})
 
 
 def place_fields(resources: Resources) -> JsonObject:

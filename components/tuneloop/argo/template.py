@@ -58,7 +58,7 @@ def define_workflow(
     # them without.
     cluster = cluster or Cluster()
     settings = cluster.pod or PodSettings()
-    executor: JsonObject = {"resources": pod_fields.EXECUTOR}
+    executor: JsonObject = {"resources": pod_fields.describe_executor(cluster)}
     if settings.container_security:
         executor = {"securityContext": settings.container_security} | executor
     patch = {

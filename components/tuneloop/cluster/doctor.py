@@ -13,6 +13,7 @@ import yaml
 
 from tuneloop.argo.pod_fields import PLAIN, SECRET, STORE
 from tuneloop.cluster import preflight
+from tuneloop.cluster.capacity import find_capacity_warnings
 from tuneloop.cluster.problems import (
     ABSENT,
     UNSEEN,
@@ -99,6 +100,7 @@ def check_argo(cluster: Connection, workflow: JsonMapping, store: str | None = N
         **preflight.CHECKS,
         "images": check_argo_images,
         "queue": check_argo_queue,
+        "capacity": check_argo_capacity,
         "store": check_argo_store,
     }
     for subject, find_more in finders.items():
@@ -294,6 +296,13 @@ def check_argo_queue(cluster: Connection, workflow: JsonMapping) -> Iterator[Che
     yield from preflight.CHECKS["queue"](cluster, workflow)
     for warning in find_queue_warnings(cluster, workflow):
         yield replace(_refuse("queue", warning), outcome=WARNING)
+
+
+def check_argo_capacity(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | UserError]:
+    """Check quotas, limit ranges and nodes: what `submit` refuses, then its warnings."""
+    yield from preflight.CHECKS["capacity"](cluster, workflow)
+    for warning in find_capacity_warnings(cluster, workflow):
+        yield replace(_refuse("capacity", warning), outcome=WARNING)
 
 
 def check_argo_images(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | UserError]:

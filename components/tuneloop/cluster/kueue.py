@@ -10,7 +10,7 @@ from tuneloop.workflow.settings import QUEUE_LABEL
 
 GROUP = "kueue.x-k8s.io"
 VERSIONS = ("v1beta2", "v1beta1")
-"""The versions that can be read, newest first. Kueue serves v1beta2 since 0.15."""
+"""The versions that can be read, newest first. What is read of them is the same."""
 NAMED_HOLDERS = 5
 """The most pods or jobs that are named as holders of a queue's quota."""
 

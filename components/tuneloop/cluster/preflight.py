@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from tuneloop.cluster.capacity import find_capacity_problems
 from tuneloop.cluster.problems import (
     INSTALL,
     UNSEEN,
@@ -328,6 +329,7 @@ CHECKS: Mapping[str, Find] = {
     "references": _find_missing_references,
     "images": _find_image_problems,
     "queue": find_queue_problems,
+    "capacity": find_capacity_problems,
     "extensions": _find_extension_problems,
     "resizes": _find_resize_problems,
     "store": _find_store_problems,

@@ -99,12 +99,12 @@ def _apply_cluster_objects(cluster: Connection) -> str:
 def _describe_missing_queue(cluster: Connection, api: KueueApi, name: str) -> Problem:
     """Describe a LocalQueue that a workflow names and that does not exist."""
     finding = f"is not a LocalQueue of namespace {cluster.namespace}: stages would wait for ever"
-    others = list_local_queues(cluster, api)
+    queues = list_local_queues(cluster, api)
     # The sampler's queue exists only where somebody has divided the quota.
-    if name == SAMPLER_QUEUE and QUEUE in others:
+    if name == SAMPLER_QUEUE and QUEUE in queues:
         other = f", or --set cluster.sampler.queue={QUEUE}"
-    elif others:
-        other = f", or --set cluster.queue={others[0]} (here are {', '.join(others)})"
+    elif queues:
+        other = f", or --set cluster.queue={queues[0]} (here are {', '.join(queues)})"
     else:
         other = f", or {INSTALL}"
     return Problem("queue", name, finding, command=_apply_cluster_objects(cluster), otherwise=other)
@@ -212,10 +212,10 @@ def find_queue_warnings(cluster: Connection, workflow: JsonMapping) -> Iterator[
 
 def _choose_server_queue(cluster: Connection, api: KueueApi, stage_queues: Collection[str]) -> str:
     """Return the command that gives servers a queue of their own: one that is there, if any."""
-    others = [name for name in list_local_queues(cluster, api) if name not in stage_queues]
-    if not others and cluster.namespace != NAMESPACES["local"]:
+    free = [name for name in list_local_queues(cluster, api) if name not in stage_queues]
+    if not free and cluster.namespace != NAMESPACES["local"]:
         return f"a LocalQueue of another ClusterQueue is needed for servers: {ADMIN}"
-    queue = SAMPLER_QUEUE if SAMPLER_QUEUE in others or not others else others[0]
+    queue = SAMPLER_QUEUE if SAMPLER_QUEUE in free or not free else free[0]
     return f"tuneloop … --set cluster.sampler.queue={queue}"
 
 

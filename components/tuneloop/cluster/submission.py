@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from tuneloop.cluster.capacity import find_capacity_warnings
 from tuneloop.cluster.graph_end import add_graph_end
 from tuneloop.cluster.preflight import check_cluster
 from tuneloop.cluster.queue_problems import find_queue_warnings
@@ -121,7 +122,9 @@ class Submission:
         if self.graph:
             find_api_version(cluster)
         check_cluster(cluster, self.workflow)
-        return list(find_queue_warnings(cluster, self.workflow))
+        warnings = list(find_queue_warnings(cluster, self.workflow))
+        warnings += find_capacity_warnings(cluster, self.workflow)
+        return list[UserError](warnings)
 
     def check_name(self, cluster: Connection) -> None:
         """Raise UserError if the run's name stands for another run on the cluster."""

@@ -4,14 +4,18 @@ What the account may not read is left out, or said in the reason: a namespace's 
 right to Kueue's objects, and can still follow a run.
 """
 
+import contextlib
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tuneloop.cluster.kueue import QueueState, read_queue_state
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.cluster.run_workflows import DONE
+from tuneloop.core.errors import Retryable
 from tuneloop.core.json_types import JsonObject
-from tuneloop.kube.connection import Connection
+from tuneloop.kube.connection import Connection, Unreachable
 from tuneloop.local.journal import Node
 from tuneloop.runs.stages import find_job_stage
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
@@ -21,6 +25,8 @@ RAYJOBS = ("ray.io", "v1", "rayjobs")
 JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
 NO_ROOM = "Insufficient"
 """In the scheduler's message: nodes have not enough of a resource left."""
+REPORT_S = 30.0
+"""Seconds between two looks at what pods wait for, while logs are followed."""
 
 
 def explain_waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[str, str]:
@@ -55,9 +61,44 @@ def explain_waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) ->
     return reasons | _explain_ray_jobs(cluster, selector)
 
 
-def _as_items(found: Any) -> Sequence[Any]:
+@dataclass
+class WaitReports:
+    """Reports what the pods of a run wait for, while its logs are followed: each reason once.
+
+    Attributes:
+        cluster: where the run is.
+        run: its name.
+        next_at: when pods are looked at next, by the monotonic clock. Pods that wait for less than
+            `REPORT_S` are not worth a line.
+        reported: node → its newest reason.
+    """
+
+    cluster: Connection
+    run: str
+    next_at: float = field(default_factory=lambda: time.monotonic() + REPORT_S)
+    reported: dict[str, str] = field(default_factory=dict)
+
+    def list_new(self, nodes: Mapping[str, Node]) -> list[tuple[str, str]]:
+        """List (stage, line) of the reasons that are new; none before it is time."""
+        if time.monotonic() < self.next_at:
+            return []
+        self.next_at = time.monotonic() + REPORT_S
+        reasons: dict[str, str] = {}
+        # The API server may be away for a while, which the caller bears.
+        with contextlib.suppress(Retryable, Unreachable):
+            reasons = explain_waiting(self.cluster, self.run, nodes)
+        lines: list[tuple[str, str]] = []
+        for node_name, reason in reasons.items():
+            if self.reported.get(node_name) != reason:
+                stage = node_name.rsplit(".", 1)[-1].split("(")[0]
+                lines.append((stage, f"(waits: {reason})"))
+        self.reported |= reasons
+        return lines
+
+
+def _as_items(answer: Any) -> Sequence[Any]:
     """Return the items of a list that `find_object` returned; none where it is not seen."""
-    return () if found in (ABSENT, UNSEEN) else found
+    return () if answer in (ABSENT, UNSEEN) else answer
 
 
 def _describe_running_pods(cluster: Connection, run: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from tuneloop.cluster import reservations
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object, record_denied_reads
 from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_phase
-from tuneloop.cluster.waiting import NODE_NAME, explain_waiting
+from tuneloop.cluster.waiting import NODE_NAME, WaitReports, explain_waiting
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, suggest_name
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.kube.connection import (
@@ -195,7 +195,7 @@ def read_logs(
         cluster: where the run is.
         run: its name.
         stage: only the pods of this stage, or those that run it with others (`find_pod_names`).
-        follow: go on until the run ends, with pods that start meanwhile.
+        follow: go on until the run ends, with pods that start meanwhile, and say what pods wait for.
         since: the name of a workflow: only its pods and later ones.
 
     Raises:
@@ -207,6 +207,7 @@ def read_logs(
     # By their time: the pods of all workflows of a run are listed together, by the run's label.
     begin = 0.0
     chosen = find_pod_names(workflows, stage) if stage else set()
+    reports = WaitReports(cluster, run)
     for workflow in workflows:
         if workflow["metadata"]["name"] == since:
             begin = parse_time(workflow["metadata"]["creationTimestamp"])
@@ -231,6 +232,10 @@ def read_logs(
             for reader in readers.values():
                 reader.join()
         yield from _drain(lines)
+        if not is_over:
+            # Without this a run that is never admitted looks like one that has nothing to say.
+            nodes = {key: node for item in workflows for key, node in read_nodes(item).items()}
+            yield from reports.list_new(nodes)
         if is_over:
             if stage and not readers:
                 pods = " or ".join(sorted(chosen))
@@ -250,20 +255,21 @@ def find_pod_names(workflows: Sequence[JsonMapping], stage: str) -> set[str]:
     Raises:
         UserError: no workflow has such a stage.
     """
-    known: set[str] = set()
+    stages: set[str] = set()
     shared: set[str] = set()
     for workflow in workflows:
         for template in effective_spec(workflow).get("templates", ()):
-            known.update(call.get("name", "") for call in list_calls(template))
-        known.update(get_stage_name(node) for node in read_nodes(workflow).values())
+            stages.update(call.get("name", "") for call in list_calls(template))
+        stages.update(get_stage_name(node) for node in read_nodes(workflow).values())
         plan = find_plan(workflow)
         loop = plan.loop if plan else None
         if loop and loop.pod:
-            known.update(loop.pod_stages)
+            stages.update(loop.pod_stages)
             if stage in loop.pod_stages:
                 shared.add(loop.pod.template)
-    if known and stage not in known:
-        raise UserError("stage", stage, suggest_name(stage, sorted(known)))
+    # A workflow of one pod, drawn by hand, names no stages before it runs.
+    if stages and stage not in stages:
+        raise UserError("stage", stage, suggest_name(stage, sorted(stages)))
     if shared:
         names = ", ".join(sorted(shared))
         line = f"note: {stage} runs among others in the pod {names}, whose whole log this is"

@@ -64,6 +64,9 @@ def _request_resources(task: dsl.PipelineTask, cluster: Cluster, role: ResourceR
     """Set what a task's pod requests, and which nodes and queue it waits for."""
     resources = cluster.resources(role)
     task.set_cpu_request(resources.cpu)
+    cpu_limit = resources.find_cpu_limit(cluster.limits)
+    if cpu_limit:
+        task.set_cpu_limit(cpu_limit)
     task.set_memory_request(resources.memory_request)
     # The request is the limit here, also if it is the 2Gi of `auto` (docs/cluster.md).
     task.set_memory_limit(resources.memory_request)

@@ -41,6 +41,9 @@ SANDBOX_TOKEN = "TUNELOOP_SANDBOX_TOKEN_FILE"
 SANDBOX = "tuneloop-sandbox", "/run/tuneloop/sandbox-token"
 """Secret with that token, under `TOKEN_KEY`, and where it is mounted."""
 AUTO = "auto"
+LIMIT_CPU = "1"
+"""The CPU limit of a container that requests less, where every container has limits."""
+CPU = r"\d+(\.\d+)?m?"
 UNKNOWN = "2Gi"
 """The memory request of a stage whose needs are unknown."""
 MEMORY = r"\d+(\.\d+)?[KMGTPE]i"
@@ -71,6 +74,11 @@ Grace = Annotated[
 ]
 
 
+def _count_cores(quantity: str) -> float:
+    """Return the cores of a quantity of CPU, such as ``500m``."""
+    return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
+
+
 class Toleration(BaseModel, frozen=True, extra="forbid"):
     """A toleration of a node's taint, with the fields of Kubernetes."""
 
@@ -80,11 +88,15 @@ class Toleration(BaseModel, frozen=True, extra="forbid"):
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
 
 
-class Resources(BaseModel, frozen=True, extra="forbid"):
+class Resources(BaseModel, frozen=True, extra="forbid", coerce_numbers_to_str=True):
     """The resources that a pod of a role requests."""
 
-    cpu: str = Field(
-        "500m", pattern=r"^\d+(\.\d+)?m?$", description="CPU that a pod requests: 500m, 2"
+    cpu: str = Field("500m", pattern=rf"^{CPU}$", description="CPU that a pod requests: 500m, 2")
+    cpu_limit: str = Field(
+        "",
+        pattern=rf"^({CPU})?$",
+        description="the most CPU that a pod uses: 2; empty: no limit, or with cluster.limits what it "
+        f"requests, at least {LIMIT_CPU}",
     )
     memory: str = Field(
         AUTO,
@@ -116,6 +128,20 @@ class Resources(BaseModel, frozen=True, extra="forbid"):
         if self.memory_on_retry and self.memory == AUTO:
             raise ValueError("memory_on_retry raises the limit that memory sets: set it, too")
         return self
+
+    @model_validator(mode="after")
+    def _check_cpu(self) -> Resources:
+        """Refuse a limit below the request, as Kubernetes does."""
+        if self.cpu_limit and _count_cores(self.cpu_limit) < _count_cores(self.cpu):
+            raise ValueError(f"cpu_limit {self.cpu_limit} is below cpu {self.cpu}: raise it")
+        return self
+
+    def find_cpu_limit(self, is_required: bool) -> str | None:
+        """Find the CPU limit of a pod; None: it has none, unless one is required."""
+        # A limit slows a pod whose node has CPU to spare, so there is none unless somebody wants it.
+        if self.cpu_limit or not is_required:
+            return self.cpu_limit or None
+        return max(self.cpu, LIMIT_CPU, key=_count_cores)
 
     @property
     def memory_request(self) -> str:
@@ -186,6 +212,11 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     )
     cpu: Resources = Field(
         Resources(), description="all other pods, including those that only call a server"
+    )
+    limits: bool = Field(
+        False,
+        description="every container has limits of CPU and memory, also Argo's own, as a ResourceQuota "
+        "of limits asks for",
     )
     claim: str = Field(
         "",

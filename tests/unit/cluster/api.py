@@ -255,7 +255,10 @@ class Reading(Answering):
             return self._answer(403, {"message": f"{resource} is forbidden: {words}"})
         found = self.server.objects.get(path)
         if isinstance(found, list):
-            return self._answer(200, {"items": found, "metadata": {}})
+            selector = parse_qs(urlsplit(self.path).query).get("labelSelector", [""])[0]
+            parts = [part for part in selector.split(",") if part]
+            items = [item for item in found if all(_has(item, part) for part in parts)]
+            return self._answer(200, {"items": items, "metadata": {}})
         self._answer(200 if found else 404, found or {"message": "not found"})
 
     def do_POST(self) -> None:

@@ -11,9 +11,10 @@ from tests.unit.cluster.api import Api, connected, kubeconfig, serving
 from tests.unit.cluster.test_cluster import ended
 from tuneloop.cli import run_cli
 from tuneloop.cli.verdict import print_verdict
-from tuneloop.cluster import run_workflows
+from tuneloop.cluster import run_workflows, waiting
 from tuneloop.cluster.submit import exit_code
 from tuneloop.cluster.waiting import NODE_NAME
+from tuneloop.cluster.watch import read_logs
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import EXIT_RETRY, Unavailable
 from tuneloop.kube.connection import retry_until_available
@@ -163,3 +164,21 @@ def test_status_names_who_holds_the_quota(api: Api, capsys: Output) -> None:
         "demo.iterations: queue gpu-pool: insufficient unused quota; its quota is held by d2-serve\n"
         in capsys.readouterr().out
     )
+
+
+def test_who_follows_a_run_hears_what_it_waits_for(
+    api: Api, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Each reason once, and again when it changes."""
+    monkeypatch.setattr(waiting, "REPORT_S", 0.0)
+    workflow = add_workflow(api, "demo", "demo", 0, phase="Running")
+    add_gated_pod(api, "demo.sft(0)", "gpu-pool")
+    lines = read_logs(connected(f"http://127.0.0.1:{api.server_port}"), "demo", follow=True)
+    reason = "(waits: queue gpu-pool: not seen by Kueue yet; is the queue there?)"
+    assert next(lines) == ("sft", reason)
+    api.unseen = {"workloads"}
+    stage, line = next(lines)
+    assert stage == "sft" and "why is not for this account to see" in line
+    workflow["status"] = {"phase": "Succeeded"}
+    api.pods = []
+    assert list(lines) == []

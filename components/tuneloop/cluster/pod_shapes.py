@@ -1,0 +1,170 @@
+"""The pods of a workflow as the API server will see them: all containers, with Argo's own, and what
+a namespace's LimitRanges add.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from tuneloop.argo.quantities import parse_resource_quantity
+from tuneloop.cluster.pod_requests import Amounts, add_amounts, count_servers
+from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.workflow.manifest import parse_applied_object
+
+KINDS = ("requests", "limits")
+
+
+@dataclass(frozen=True)
+class PodShape:
+    """What a pod of a template asks for.
+
+    Attributes:
+        template: its name.
+        containers: those that run at the same time; each has ``name`` and ``resources``.
+        init_containers: those that run before, one after another.
+        count: how many such pods there are at a time: of a server, or of a job.
+        is_server: whether it runs as long as the run.
+        node_selector: labels of its nodes.
+        tolerations: of taints, as in Kubernetes.
+    """
+
+    template: str
+    containers: Sequence[JsonMapping]
+    init_containers: Sequence[JsonMapping] = ()
+    count: int = 1
+    is_server: bool = False
+    node_selector: JsonMapping = field(default_factory=dict)
+    tolerations: Sequence[JsonMapping] = ()
+
+    @property
+    def all_containers(self) -> list[JsonMapping]:
+        """The containers of the pod, in no order that matters."""
+        return list(self.containers) + list(self.init_containers)
+
+    def sum(self, kind: str) -> Amounts:
+        """Sum the requests or the limits of one pod; a resource without any is left out."""
+        total: Amounts = {}
+        for container in self.containers:
+            add_amounts(total, read_amounts(container, kind))
+        # The pod has room for the largest of those that run before.
+        for container in self.init_containers:
+            for resource, amount in read_amounts(container, kind).items():
+                total[resource] = max(amount, total.get(resource, amount))
+        return total
+
+    def list_lacking(self, kind: str, resource: str) -> list[str]:
+        """List the containers that have no request, or no limit, of a resource."""
+        return [
+            item["name"] for item in self.all_containers if resource not in read_amounts(item, kind)
+        ]
+
+
+def read_amounts(container: JsonMapping, kind: str) -> Amounts:
+    """Read the requests or the limits of a container. A limit without a request is one."""
+    resources = container.get("resources") or {}
+    quantities: JsonObject = dict(resources.get("limits") or {})
+    if kind == "requests":
+        quantities |= resources.get("requests") or {}
+    amounts: Amounts = {}
+    for resource, quantity in quantities.items():
+        # A parameter is known only in the run.
+        if "{{" not in str(quantity):
+            amounts[resource] = parse_resource_quantity(quantity)
+    return amounts
+
+
+def list_pod_shapes(workflow: JsonMapping) -> list[PodShape]:
+    """List the pods of a workflow's templates."""
+    spec = workflow["spec"]
+    patch = json.loads(spec.get("podSpecPatch") or "{}")
+    servers = count_servers(workflow) if spec.get("templates") else {}
+    shapes: list[PodShape] = []
+    for template in spec.get("templates", ()):
+        job = parse_applied_object(template)
+        main = template.get("container") or template.get("script")
+        if job:
+            shapes += _list_job_shapes(template["name"], job)
+        elif main and main.get("resources"):
+            name = template["name"]
+            containers = [{"name": "main"} | main]
+            containers += template.get("sidecars") or ()
+            # Argo's init containers of a template that are sidecars run as long as the pod.
+            containers += template.get("initContainers") or ()
+            containers += patch.get("containers", ())
+            shape = PodShape(
+                template=name,
+                containers=containers,
+                init_containers=patch.get("initContainers", ()),
+                count=servers.get(name, 1),
+                is_server=name in servers,
+                node_selector=template.get("nodeSelector") or {},
+                tolerations=template.get("tolerations") or (),
+            )
+            shapes.append(shape)
+    return shapes
+
+
+def _list_job_shapes(template: str, job: JsonMapping) -> Iterator[PodShape]:
+    """Yield the pods of a JobSet, which all run at the same time."""
+    for replicated in job["spec"].get("replicatedJobs", ()):
+        job_spec = replicated["template"]["spec"]
+        pod = job_spec["template"]["spec"]
+        yield PodShape(
+            template=template,
+            containers=pod["containers"],
+            init_containers=pod.get("initContainers") or (),
+            count=job_spec.get("parallelism", 1),
+            node_selector=pod.get("nodeSelector") or {},
+            tolerations=pod.get("tolerations") or (),
+        )
+
+
+@dataclass
+class ContainerLimits:
+    """What the LimitRanges of a namespace say about a container.
+
+    Attributes:
+        name: of the LimitRange, or of several.
+        default_limits, default_requests: for containers that have none.
+        maximum: the most that a container may have.
+    """
+
+    name: str = ""
+    default_limits: JsonObject = field(default_factory=dict)
+    default_requests: JsonObject = field(default_factory=dict)
+    maximum: dict[str, Decimal] = field(default_factory=dict)
+
+    def add(self, limit_range: Any) -> None:
+        """Add a LimitRange of the API."""
+        for item in limit_range.spec.limits:
+            if item.type != "Container":
+                continue
+            self.name = ", ".join(filter(None, (self.name, limit_range.metadata.name)))
+            self.default_limits |= item.default or {}
+            self.default_requests |= item.default_request or {}
+            for resource, quantity in (item.max or {}).items():
+                amount = parse_resource_quantity(quantity)
+                self.maximum[resource] = min(amount, self.maximum.get(resource, amount))
+
+    def complete(self, shape: PodShape) -> PodShape:
+        """Return the pod as the API server completes it."""
+        return PodShape(
+            template=shape.template,
+            containers=[self._complete(item) for item in shape.containers],
+            init_containers=[self._complete(item) for item in shape.init_containers],
+            count=shape.count,
+            is_server=shape.is_server,
+            node_selector=shape.node_selector,
+            tolerations=shape.tolerations,
+        )
+
+    def _complete(self, container: JsonMapping) -> JsonObject:
+        """Return a container with the defaults of what it does not say."""
+        resources = container.get("resources") or {}
+        limits = self.default_limits | (resources.get("limits") or {})
+        # Without a request, the limit that a container has itself counts, and not the default.
+        own_limits = resources.get("limits") or {}
+        requests = self.default_requests | own_limits | (resources.get("requests") or {})
+        return dict(container) | {"resources": {"limits": limits, "requests": requests}}
