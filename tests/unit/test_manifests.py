@@ -205,6 +205,104 @@ def test_the_tracker_runs_a_command_that_there_is_and_reaches_the_server_beside_
     assert rules == [{"apiGroups": ["argoproj.io"], "resources": ["workflows"], "verbs": ["list"]}]
 
 
+NEEDS_KUBECTL = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="needs kubectl, which renders overlays"
+)
+OF_NAMESPACE_ADMINS = {
+    "",
+    "apps",
+    "argoproj.io",
+    "batch",
+    "coordination.k8s.io",
+    "discovery.k8s.io",
+    "resource.k8s.io",
+}
+"""API groups in which Kubernetes' ClusterRole `admin` has rights, with what Argo Workflows adds to it."""
+
+
+def render(folder: Path) -> list[dict]:
+    text = subprocess.check_output(["kubectl", "kustomize", folder], text=True)
+    return list(yaml.load_all(text, yaml.CSafeLoader))
+
+
+@NEEDS_KUBECTL
+def test_an_admin_of_a_namespace_may_create_the_namespaced_half() -> None:
+    """The other half is an admin's of the cluster, and both are the base."""
+    halves = {name: render(MANIFESTS / name) for name in ("namespaced", "admin/namespace", "base")}
+    namespaced = halves["namespaced"]
+    assert {item["kind"] for item in namespaced} == {
+        "NetworkPolicy",
+        "Role",
+        "RoleBinding",
+        "Secret",
+        "ServiceAccount",
+    }
+    for item in namespaced:
+        for rule in item.get("rules", ()):
+            assert {*rule["apiGroups"]} <= OF_NAMESPACE_ADMINS, item["metadata"]["name"]
+    for item in halves["admin/namespace"]:
+        groups = {group for rule in item.get("rules", ()) for group in rule["apiGroups"]}
+        assert item["kind"] != "Role" or groups - OF_NAMESPACE_ADMINS, item["metadata"]["name"]
+    # Kubernetes refuses a Role, and a binding of one, with rights that its creator has not.
+    roles = {item["metadata"]["name"] for item in namespaced if item["kind"] == "Role"}
+    bound = {item["roleRef"]["name"] for item in namespaced if item["kind"] == "RoleBinding"}
+    assert bound <= roles
+
+    def list_names(items: list[dict]) -> list[tuple[str, str]]:
+        return sorted((item["kind"], item["metadata"]["name"]) for item in items)
+
+    assert list_names(halves["base"]) == sorted(
+        list_names(namespaced) + list_names(halves["admin/namespace"])
+    )
+
+
+@NEEDS_KUBECTL
+def test_an_overlay_renames_the_namespace_everywhere(tmp_path: Path) -> None:
+    """Flags, subjects and the namespaces that a ClusterQueue admits included."""
+    shutil.copytree(MANIFESTS, tmp_path / "manifests")
+    overlay = tmp_path / "manifests/overlays/team-a"
+    overlay.mkdir()
+    components = [
+        "gateway",
+        "model-deployer",
+        "model-server",
+        "notifications",
+        "pipelines",
+        "resize",
+        "rollout-autoscaler",
+        "rollout-server",
+        "s3",
+        "tracker",
+        "ui",
+    ]
+    settings = {
+        "namespace": "team-a",
+        "resources": ["../../admin", "../../namespaced"],
+        "components": [f"../../components/{name}" for name in components],
+    }
+    (overlay / "kustomization.yaml").write_text(json.dumps(settings))
+    rendered = render(overlay)
+    for item in rendered:
+        assert item["metadata"].get("namespace", "team-a") == "team-a"
+        text = json.dumps(item)
+        assert '"namespace": "tuneloop"' not in text and "tuneloop.svc" not in text, text
+        assert '"--namespace", "tuneloop"' not in text
+        assert '"kubernetes.io/metadata.name": "tuneloop"' not in text
+    by_kind = {item["kind"]: item for item in rendered}
+    assert by_kind["Namespace"]["metadata"]["name"] == "team-a"
+    selector = by_kind["ClusterQueue"]["spec"]["namespaceSelector"]["matchLabels"]
+    assert selector.items() <= by_kind["Namespace"]["metadata"]["labels"].items()
+
+
+@NEEDS_KUBECTL
+def test_the_images_of_an_overlay_replace_all_that_are_named() -> None:
+    """Also in the variable that artifacts record."""
+    for item in render(MANIFESTS / "overlays/gpu"):
+        # The gateway's settings are a text in a ConfigMap, and the overlay's to write.
+        if item["kind"] in ("Deployment", "WorkflowTemplate"):
+            assert ":dev" not in json.dumps(item["spec"].get("templates", item["spec"]))
+
+
 def test_who_makes_tokens_of_servers_can_read_none() -> None:
     rules = [
         rule
@@ -256,11 +354,11 @@ def test_stages_have_an_account_without_rights() -> None:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.api[2])
 def test_the_launcher_may_start_every_kind_of_job_and_people_may_end_it(kind: Kind) -> None:
-    for role, verbs in (
-        ("tuneloop-launcher", {"create", "get", "delete"}),
-        ("tuneloop-user", {"deletecollection"}),
+    for roles, verbs in (
+        (["tuneloop-launcher"], {"create", "get", "delete"}),
+        (["tuneloop-user", "tuneloop-user-jobs"], {"deletecollection"}),
     ):
-        rules = named("Role")[role]["rules"]
+        rules = [rule for role in roles for rule in named("Role")[role]["rules"]]
         group, _, plural = kind.api
         assert any(
             group in r["apiGroups"] and plural in r["resources"] and verbs <= {*r["verbs"]}
