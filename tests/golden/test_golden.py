@@ -122,11 +122,31 @@ def test_every_golden_file_has_its_pipeline() -> None:
     assert {p.stem for p in (HERE / "argo").glob("*.yaml")} <= known
 
 
-def test_hera_generates_the_same() -> None:
+def test_hera_generates_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a whole run besides: its name, its store, and the labels by which it is seen."""
+    monkeypatch.setenv("TUNELOOP_STORE", "s3://mine/runs")
     command = [sys.executable, "-m", "hera", "generate", "yaml", str(PIPELINES[0].parent)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    golden = [
-        yaml.load((HERE / "argo" / f"{each.stem}.yaml").read_text(), yaml.CSafeLoader)
-        for each in PIPELINES
-    ]
-    assert [*yaml.load_all(text, yaml.CSafeLoader)] == golden
+    generated = [*yaml.load_all(text, yaml.CSafeLoader)]
+    for pipeline, workflow in zip(PIPELINES, generated, strict=True):
+        golden = yaml.load((HERE / "argo" / f"{pipeline.stem}.yaml").read_text(), yaml.CSafeLoader)
+        spec = golden["spec"]
+        run = workflow["metadata"]["generateName"].removesuffix("-")
+        assert re.fullmatch(rf"{spec['arguments']['parameters'][0]['value']}-[0-9a-f]{{6}}", run)
+        golden["metadata"]["generateName"] = f"{run}-"
+        spec["arguments"]["parameters"][0]["value"] = run
+        spec["arguments"]["parameters"][1]["value"] = "s3://mine/runs"
+        template = as_template(golden, "any")["spec"]
+        spec["podMetadata"] = template["podMetadata"]
+        spec["workflowMetadata"] = {"labelsFrom": template["workflowMetadata"]["labelsFrom"]}
+        assert workflow == golden
+
+
+def test_a_pipelines_file_prints_a_run_of_a_chosen_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNELOOP_RUN", "demo")
+    command = [sys.executable, str(PIPELINES[0].parent / "sft.py")]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    workflow = yaml.load(text, yaml.CSafeLoader)
+    values = {item["name"]: item["value"] for item in workflow["spec"]["arguments"]["parameters"]}
+    assert values == {"run": "demo", "store": "s3://artifacts/runs"}
+    assert workflow["metadata"]["generateName"] == "demo-"

@@ -46,14 +46,21 @@ def render_file(name: str, build: Callable[[], Any]) -> Any:
     """Print the pipeline's Workflow as YAML where its file is run as a program.
 
     `hera generate yaml` renders the workflows that it finds in a module, so it gets one; others get
-    None.
+    None. Both get a whole run, which `argo submit` takes as it is (`tuneloop.argo.standalone`).
 
     Args:
         name: ``__name__`` of the file.
         build: makes its Workflow, of the default settings.
     """
-    if name == "__main__":
-        from tuneloop.config.loading import dump_workflow
+    is_program = name == "__main__"
+    if not is_program and "hera._cli" not in sys.modules:
+        return None
+    from tuneloop.argo.standalone import complete_run
 
-        sys.stdout.write(dump_workflow(build().to_dict()))
-    return build() if "hera._cli" in sys.modules else None
+    workflow = complete_run(build())
+    if not is_program:
+        return workflow
+    from tuneloop.config.loading import dump_workflow
+
+    sys.stdout.write(dump_workflow(workflow.to_dict()))
+    return None
