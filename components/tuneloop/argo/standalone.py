@@ -5,7 +5,6 @@
 
 import os
 import secrets
-
 from typing import Any
 
 from hera.workflows import Workflow, models
