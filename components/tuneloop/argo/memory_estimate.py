@@ -13,6 +13,7 @@ programs, and one copy of weights and optimizer state on their way from or to th
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 from tuneloop.argo.quantities import parse_resource_quantity
@@ -350,22 +351,7 @@ def plan_memory(plan: RunPlan, cluster: Cluster) -> RunPlan:
     if not isinstance(model, Model):
         return plan
     context = context_of(processes)
-
-    def estimate(pod: Pod, inner: Sequence[PodPlan]) -> Pod:
-        """Return the pod with memory for the stages or the server that run in it."""
-        if pod.resources.memory_limit:
-            return pod
-        parts: list[Part] = []
-        is_complete = True
-        for process in inner:
-            parts += estimate_memory_parts(process, model, context)
-            is_complete &= is_memory_estimate_complete(process, model, context)
-        if not parts:
-            return pod
-        amount = compute_memory_request(inner, parts)
-        request = choose_memory_request(cluster, pod.resource_role)
-        return _request_memory(pod, amount, is_complete, request)
-
+    estimate = partial(estimate_pod, model=model, context=context, cluster=cluster)
     stages = {name: estimate(stage, [stage]) for name, stage in plan.stages.items()}
     servers = {name: estimate(server, [server]) for name, server in plan.servers.items()}
     loop = plan.loop
@@ -377,6 +363,33 @@ def plan_memory(plan: RunPlan, cluster: Cluster) -> RunPlan:
             stage = plan.stages[name]
             stages[name] = stage.model_copy(update={"resources": pod.resources})
     return plan.model_copy(update={"stages": stages, "servers": servers, "loop": loop})
+
+
+def estimate_pod(
+    pod: Pod, inner: Sequence[PodPlan], *, model: Model, context: int | None, cluster: Cluster
+) -> Pod:
+    """Return a pod with the memory of the stages or the server that run in it, unless it has a
+    limit.
+
+    Args:
+        pod: what gets the memory.
+        inner: the stages or the server that run in it.
+        model: the base model.
+        context: the most tokens of a prompt and its completion, if they are limited.
+        cluster: where it runs.
+    """
+    if pod.resources.memory_limit:
+        return pod
+    parts: list[Part] = []
+    is_complete = True
+    for process in inner:
+        parts += estimate_memory_parts(process, model, context)
+        is_complete &= is_memory_estimate_complete(process, model, context)
+    if not parts:
+        return pod
+    amount = compute_memory_request(inner, parts)
+    request = choose_memory_request(cluster, pod.resource_role)
+    return _request_memory(pod, amount, is_complete, request)
 
 
 def _request_memory(pod: Pod, amount: int, is_complete: bool, own_request: str) -> Pod:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tuneloop.core.errors import UserError
 from tuneloop.workflow.loop import Graph, Loop, StageSpec
 
 
@@ -35,10 +36,22 @@ def make_builders(
     def build_kfp(config: Any) -> Any:
         from tuneloop.kfp.pipeline import build_pipeline
 
-        return build_pipeline(name, config, stages(config), draw, loop)
+        # The first task of a run configures the pipeline again.
+        file = vars(sys.modules[stages.__module__]).get("__file__")
+        if file is None:
+            remedy = "has no file: save it as a .py file, which the tasks of a run read"
+            raise UserError("pipeline", name, remedy)
+        return build_pipeline(name, config, stages(config), draw, loop, file=file)
+
+    def plan_kfp(config: Any) -> Any:
+        from tuneloop.kfp.task_plan import plan_tasks
+
+        return plan_tasks(name, config, stages(config), loop)
 
     # A fork begins at this loop, and a sweep may judge runs by its iterations.
     vars(build_argo)["loop"] = loop
+    # For the first task of a run on KFP (`kfp/configure.py`).
+    vars(build_kfp)["plan"] = plan_kfp
     return build_argo, build_kfp
 
 

@@ -15,9 +15,7 @@ from tuneloop.workflow.settings import Cluster
 RUN_SETTINGS = ("seed",)
 """Fields of `PipelineConfig` that every stage gets which has a parameter of that name.
 
-Argo's and KFP's graphs, and the task of KFP that runs iterations, read them here: a further one is
-a field and its name. On KFP a user may set them for each run, as parameters of the compiled
-pipeline.
+Argo's and KFP's graphs read them here: a further one is a field and its name.
 """
 SET_BY_PIPELINE = {
     # The run's own (with `RUN_SETTINGS`).
@@ -61,6 +59,11 @@ class Kfp(BaseModel, frozen=True, extra="forbid"):
     api: str = Field(
         "http://ml-pipeline.kubeflow:8888",
         description="address of the KFP API for pods: a long loop continues there",
+    )
+    parameters: list[str] = Field(
+        [],
+        description="settings that the form of KFP's UI asks for, as rollout.n; default: those "
+        "that people set first",
     )
     model_registry: str = Field(
         "", description="address of a Kubeflow Model Registry: exported models go there"

@@ -76,13 +76,27 @@ class RunApi:
         """Start a run, a message ``Run``, and return its id."""
         return str(_call("POST", self._runs, run)["run_id"])
 
-    def find_newer_run(self, run: JsonMapping) -> str | None:
-        """Return the id of the newest run with the name of `run`, if it was started after it."""
-        newest = self.list_runs(run["experiment_id"], run["display_name"])[0]
-        return str(newest["run_id"]) if newest["created_at"] > run["created_at"] else None
+    def find_newer_run(self, run: JsonMapping, name: str) -> str | None:
+        """Return the id of the newest run that was started after `run` to continue it.
 
-    def start_next_run(self, run_id: str) -> str:
+        Args:
+            run: its message.
+            name: with which it commits. Several runs of the UI may have one display name.
+        """
+        for candidate in self.list_runs(run["experiment_id"], run["display_name"]):
+            if candidate["created_at"] <= run["created_at"]:
+                return None
+            parameters = candidate.get("runtime_config", {}).get("parameters", {})
+            if parameters.get("run") == name:
+                return str(candidate["run_id"])
+        return None
+
+    def start_next_run(self, run_id: str, name: str) -> str:
         """Start a run like `run_id`, which continues after the committed iterations.
+
+        Args:
+            run_id: of the run that is continued.
+            name: with which it commits.
 
         Returns:
             The id of the run that continues this one.
@@ -92,11 +106,16 @@ class RunApi:
         """
         run = self.read_run(run_id)
         # An earlier attempt of this task may have started the next run already.
-        newer_run_id = self.find_newer_run(run)
+        newer_run_id = self.find_newer_run(run, name)
         if newer_run_id:
             return newer_run_id
         refuse_stopped_run(run)
-        return self.start_run({name: run[name] for name in COPIED_FIELDS if name in run})
+        request = {key: run[key] for key in COPIED_FIELDS if key in run}
+        config = dict(run.get("runtime_config", {}))
+        # The name may have followed from the id of the first run.
+        config["parameters"] = dict(config.get("parameters", {})) | {"run": name}
+        request["runtime_config"] = config
+        return self.start_run(request)
 
 
 def match_name(name: str, *, part: bool = False) -> str:

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from tuneloop.config.pipeline import RUN_SETTINGS
 from tuneloop.core.artifacts import MANIFEST, Manifest, parse_manifest
 from tuneloop.core.errors import Interrupted, report_errors
 from tuneloop.core.json_types import JsonMapping, JsonObject
@@ -25,15 +24,14 @@ from tuneloop.kfp.api import RunApi
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.rollout_server import run_server
-from tuneloop.kfp.stage import CONTINUED, TARGET, build_handle, encode_parameter
+from tuneloop.kfp.stage import CHANGES, CONTINUED, TARGET, build_handle
+from tuneloop.kfp.task_plan import RUN
 from tuneloop.kfp.ui_outputs import CommittedArtifact, LoopProgress, write_loop_outputs
 from tuneloop.local.iterations import Iterations, StageEnded
 from tuneloop.workflow.loop import output_of, step_of
 from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.pod_loop import PodLoop
 
-RUN = "@run@"
-"""What stands for the URL of the run, which is a parameter of the task, in its flags."""
 CURVE_POINTS = 500
 """The maximum number of iterations in a curve, evenly spread."""
 
@@ -89,9 +87,10 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parse_options(argv)
     task = Task.read(options.executor_input)
+    # What a user has set for this run replaces what was compiled.
+    vars(options).update(json.loads(task.parameters[CHANGES]))
     url = task.parameters["url"]
-    values = {name: handle["ref"] for name, handle in task.inputs.items()}
-    values |= read_run_parameters(task, options.published)
+    values = build_values(task, options.published or {})
     values["endpoint"] = options.endpoint
     iterations_task = IterationsTask(
         task=task,
@@ -111,18 +110,18 @@ def main(argv: Sequence[str]) -> int:
     )
 
 
-def read_run_parameters(task: Task, published: Mapping[str, str]) -> dict[str, str]:
-    """Read what every stage gets which has a parameter of that name
-    (`config.pipeline.PipelineConfig.run_parameters`), as values of flags.
+def build_values(task: Task, published: Mapping[str, str]) -> dict[str, str]:
+    """Build what the first iteration starts from, and what every stage gets which has a parameter
+    of that name.
 
     Args:
-        task: has the settings of the run, and its URL.
+        task: has the artifacts, and the URL of the run.
         published: parameter → URL, with `RUN` for that of the run.
     """
-    parameters = {name: encode_parameter(task.parameters[name]) for name in RUN_SETTINGS}
+    values: dict[str, str] = {name: handle["ref"] for name, handle in task.inputs.items()}
     for name, location in published.items():
-        parameters[name] = location.replace(RUN, task.parameters["url"])
-    return parameters
+        values[name] = location.replace(RUN, task.parameters["url"])
+    return values
 
 
 def _parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -188,6 +187,11 @@ class IterationsTask:
         return str(self.task.parameters["url"])
 
     @property
+    def name(self) -> str:
+        """The name of the run, the last part of its URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
     def target_reward(self) -> float:
         """The mean reward that ends the loop."""
         return float(self.task.parameters[TARGET])
@@ -238,7 +242,7 @@ class IterationsTask:
         if position.last == 0 or position.last % self.per_task:
             return False
         run = self.api.read_run(self.task.parameters["run_id"])
-        return self.api.find_newer_run(run) is not None
+        return self.api.find_newer_run(run, self.name) is not None
 
     def _find_position(self, start: Mapping[str, JsonMapping], after: int = 0) -> Position:
         return find_position(
@@ -258,7 +262,7 @@ class IterationsTask:
         if not position.ended:
             if pod.stopped:
                 raise Interrupted("iterations: stopped by a signal")
-            run_id = self.api.start_next_run(self.task.parameters["run_id"])
+            run_id = self.api.start_next_run(self.task.parameters["run_id"], self.name)
             line = f"after iteration {position.last} the run continues as {run_id}"
             print(line, file=sys.stderr)
         return 0

@@ -33,6 +33,7 @@ from tuneloop.kfp.template import (
     Signature,
     Step,
     define_container_component,
+    escape_json,
     make_step,
 )
 from tuneloop.workflow.settings import Cluster
@@ -89,9 +90,7 @@ def launch_step(
     for name in parameters:
         signature[name] = (str, REQUIRED)
     signature["job"] = (dsl.OutputPath(str), REQUIRED)
-    # Neither KFP nor the kubelet may find a tag or a variable to replace in it.
-    manifest = json.dumps(job, separators=(",", ":"))
-    manifest = manifest.replace("$(", "\\u0024(").replace("{{", "{\\u007b")
+    manifest = escape_json(json.dumps(job, separators=(",", ":")))
     image = cluster.images.format(image="base")
     create_task = define_container_component(
         str(job["kind"]).lower(),

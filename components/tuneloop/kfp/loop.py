@@ -5,36 +5,33 @@
 each stage of each iteration is a task.
 
 The words of a loop (step, wire, carry, check, finish) are those of `workflow/loop.py`. Every step
-gets the run's parameters (`config.pipeline.PipelineConfig.run_parameters`), too.
+gets what a user has set for the run (`tuneloop.kfp.configure`), and the URLs below the run that it
+has a parameter for (`config.pipeline.PipelineConfig.published`), too.
 """
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kfp import dsl
 from kfp.dsl import Dataset, Output
 
-from tuneloop.argo.run_plan import plan_loop, plan_pod_stages
+from tuneloop.argo.run_plan import POD
 from tuneloop.config.loop import LoopPipelineConfig
-from tuneloop.config.pipeline import RUN_SETTINGS
 from tuneloop.core.component import Component
-from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.core.program import encode_flags
 from tuneloop.kfp import template
-from tuneloop.kfp.iterations import RUN, get_output_name
-from tuneloop.kfp.stage import TARGET, URL
+from tuneloop.kfp.iterations import get_output_name
+from tuneloop.kfp.stage import CHANGES, TARGET, URL
+from tuneloop.kfp.task_plan import IterationsPlan, is_written_out
 from tuneloop.kfp.template import REQUIRED, Signature
-from tuneloop.workflow.loop import Loop, StageSpec, Step, output_of, step_of
-from tuneloop.workflow.plan import VLLM
-from tuneloop.workflow.settings import Cluster, ResourceRole
+from tuneloop.workflow.loop import Loop, Step, output_of, step_of
 
 DESCRIPTIONS = template.DESCRIPTIONS | {
     URL: "URL of the run, below which the iterations commit their artifacts",
     "run_id": "KFP's own id of the run that this task belongs to",
 }
-"""Parameter of the task that runs the iterations → description; `RUN_SETTINGS` have their own."""
+"""Parameter of the task that runs the iterations → description."""
 Steps = JsonMapping
 """Name of a stage → the function that creates its task."""
 
@@ -42,11 +39,6 @@ Steps = JsonMapping
 def select_parameters(stage: Component, values: JsonMapping) -> JsonObject:
     """Return those of `values` that are parameters of a stage."""
     return {name: value for name, value in values.items() if name in stage.Params.model_fields}
-
-
-def is_written_out(config: LoopPipelineConfig) -> bool:
-    """Return whether each stage of each iteration is a task of its own."""
-    return config.loop.iterations <= config.kfp.unroll
 
 
 @dataclass
@@ -58,7 +50,8 @@ class LoopTasks:
         steps: create the tasks.
         config: settings of the pipeline.
         url: of the run.
-        shared: the run's parameters, for every stage that has them.
+        shared: URLs below the run, for every stage that has such a parameter.
+        changes: task → what it does otherwise than it was compiled.
         target_reward: the mean reward that ends the loop.
         values: the artifacts that the first iteration starts from.
     """
@@ -68,6 +61,7 @@ class LoopTasks:
     config: LoopPipelineConfig
     url: Any
     shared: JsonMapping
+    changes: JsonMapping
     target_reward: Any
     values: JsonMapping
 
@@ -81,12 +75,10 @@ class LoopTasks:
         if is_written_out(self.config):
             self.finish(self.write_out())
             return
-        arguments: JsonObject = {TARGET: self.target_reward}
-        # The other parameters of the run follow from its URL (`iterations_step`).
-        arguments |= {name: self.shared[name] for name in RUN_SETTINGS}
+        arguments: JsonObject = {TARGET: self.target_reward, CHANGES: self.changes[POD]}
         arguments |= self.values
-        task = self.steps["iterations"](
-            "iterations", url=self.url, run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER, **arguments
+        task = self.steps[POD](
+            POD, url=self.url, run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER, **arguments
         )
         self.finish({name: task.outputs[get_output_name(name)] for name in self.loop.carry})
 
@@ -158,6 +150,7 @@ class LoopTasks:
             parameters: further ones of the stage.
         """
         arguments = select_parameters(step.component, self.shared)
+        arguments[CHANGES] = self.changes[step.name]
         arguments |= parameters
         for target, wire in step.wires.items():
             # The endpoint is a constant of KFP's stages (`kfp/pipeline.py`, `build_steps`).
@@ -166,46 +159,16 @@ class LoopTasks:
         return self.steps[step.name](name, url=f"{url}/{name}", **arguments)
 
 
-def iterations_step(
-    loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig
-) -> template.Step:
-    """Return the step that runs `tuneloop.kfp.iterations`.
-
-    Raises:
-        UserError: a stage spans several nodes.
-    """
-    for spec in specs:
-        if spec.nodes > 1:
-            remedy = (
-                f"{spec.component.template} would have to run inside of a pod: "
-                "set kfp.unroll to loop.iterations, or this to 1"
-            )
-            raise UserError("nodes", config.nodes, remedy)
-    engine = config.engine
-    settings = config.loop
-    published = config.published(RUN)
-    loop_plan = plan_loop(loop, specs, config, list(config.run_parameters(RUN)))
-    stages = plan_pod_stages(loop_plan, specs, config.cluster)
-    roles: list[ResourceRole] = [stage.resource_role for stage in stages.values()]
-    # One pod for all of them, and for the server: it has what any of them asks for.
-    role, cluster = config.cluster.merge_roles(roles, engine.server is not None)
-    pod_loop = loop_plan.build_pod_loop(stages)
-    flags = ["--loop", pod_loop.model_dump_json(exclude_defaults=True)]
-    flags += ["--iterations", str(settings.iterations)]
-    flags += ["--per-task", str(settings.per_workflow)]
-    flags += ["--api", config.kfp.api]
-    flags += ["--endpoint", engine.endpoint_url]
-    if published:
-        flags += ["--published", json.dumps(published, separators=(",", ":"))]
-    if engine.server:
-        flags += ["--server", _encode_server(config, cluster, role)]
+def iterations_step(loop: Loop, plan: IterationsPlan, config: LoopPipelineConfig) -> template.Step:
+    """Return the step that runs `tuneloop.kfp.iterations`."""
+    flags = encode_flags(plan.options)
     types = _choose_types(loop)
-    image = cluster.images.format(image="rollout")
+    image = plan.pod.image
     create_task = template.define_container_component(
-        "iterations",
+        POD,
         "Iterations of the loop.",
-        _build_iterations_signature(loop, types, config),
-        DESCRIPTIONS | template.describe_run_settings(config),
+        _build_iterations_signature(loop, types),
+        DESCRIPTIONS,
         image,
         ["python3", "-m", "tuneloop.kfp.iterations"],
         flags,
@@ -216,32 +179,10 @@ def iterations_step(
         passed_once = template.pass_artifacts_once(arguments, types)
         return create_task(**passed_once).set_caching_options(False)
 
-    return template.make_step(create_uncached_task, image, cluster, config.kfp, role)
-
-
-def _encode_server(config: LoopPipelineConfig, cluster: Cluster, role: ResourceRole) -> str:
-    """Return the JSON of the rollout server, as `tuneloop.kfp.rollout_server` takes it.
-
-    Args:
-        config: settings of the pipeline.
-        cluster: what the pod of the iterations asks for, the server's GPUs included.
-        role: of that pod.
-    """
-    engine = config.engine
-    assert engine.server, "the caller has checked it"
-    server: JsonObject = {
-        "port": engine.server.port,
-        "engine_args": engine.options,
-        "pull": engine.publication is not None,
-    }
-    if engine.kind != VLLM:
-        server["engine"] = engine.kind
-    server_gpus = config.cluster.sampler.gpus
-    if server_gpus:
-        # The server gets the last GPUs of the pod; the trainer's ranks use the first.
-        total = cluster.count_gpus(role)
-        server["devices"] = ",".join(map(str, range(total - server_gpus, total)))
-    return json.dumps(server, separators=(",", ":"))
+    pod = plan.pod
+    return template.make_step(
+        create_uncached_task, image, config.cluster, config.kfp, pod.resource_role, pod.resources
+    )
 
 
 def _choose_types(loop: Loop) -> JsonObject:
@@ -255,21 +196,14 @@ def _choose_types(loop: Loop) -> JsonObject:
     return {name: template.TYPES.get(input_by_wire[name], Dataset) for name in values}
 
 
-def _build_iterations_signature(
-    loop: Loop, types: JsonMapping, config: LoopPipelineConfig
-) -> Signature:
+def _build_iterations_signature(loop: Loop, types: JsonMapping) -> Signature:
     """Build the inputs and outputs of the task that runs the iterations.
 
     Args:
         loop: whose values it takes and passes on.
         types: value of the loop → artifact type.
-        config: settings of the pipeline.
     """
-    kinds: JsonObject = {URL: str, "run_id": str}
-    # The pipeline passes them on, so that they have no default here.
-    for name, (kind, _) in template.define_run_settings(config).items():
-        kinds[name] = kind
-    kinds[TARGET] = float
+    kinds: JsonObject = {URL: str, "run_id": str, CHANGES: str, TARGET: float}
     for name in loop.carry:
         kinds[get_output_name(name)] = Output[types[name]]
     for name, kind in template.UI_TYPES.items():

@@ -13,34 +13,37 @@ its metadata): until the loop has ended, a mark of the policy's handle (`CONTINU
 """
 
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kfp import dsl
 from kfp.dsl import HTML, Input, Metrics, Model, Output
 
-from tuneloop.config.pipeline import RUN_SETTINGS
+from tuneloop.config.explicit_values import find_explicit_values
+from tuneloop.config.loading import Pipeline, find_pipeline
 from tuneloop.core.component import Component
-from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp import template
-from tuneloop.kfp.loop import (
-    LoopTasks,
-    Steps,
-    is_written_out,
-    iterations_step,
-    select_parameters,
-)
-from tuneloop.kfp.stage import TARGET
+from tuneloop.kfp.configure import read_files
+from tuneloop.kfp.form import OTHERS, Parameter, list_fixed, list_parameters
+from tuneloop.kfp.loop import LoopTasks, Steps, iterations_step, select_parameters
+from tuneloop.kfp.stage import CHANGES, TARGET, URL
+from tuneloop.kfp.task_plan import TaskPlan, name_changes, plan_tasks
 from tuneloop.kfp.template import REQUIRED, Signature, define_uncached_step, stage_step
 from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec, check_drawing
 
 DESCRIPTIONS = {
     "store": "URL of the store, as pods reach it: s3://bucket/prefix",
-    "run": "name of the run; its artifacts lie at store/run, and the same name again resumes it",
-    TARGET: "the loop ends once a batch of rollouts earns this mean reward",
+    "run": (
+        "name of the run; its artifacts lie at store/run, and the same name again resumes it; "
+        "empty: a new name, from KFP's id of the run"
+    ),
+    OTHERS: (
+        'other settings by their keys, as {"rollout.temperature": 0.7}; `tuneloop schema` lists them'
+    ),
 }
-"""Parameter of a pipeline → description; `RUN_SETTINGS` have their own."""
+"""Parameter of a pipeline → description; those of its form have their own."""
 
 
 def build_pipeline(
@@ -49,6 +52,8 @@ def build_pipeline(
     specs: Sequence[StageSpec],
     draw: Callable[[Graph], None],
     loop: Loop | None = None,
+    *,
+    file: str,
 ) -> Any:
     """Build a pipeline for KFP's compiler.
 
@@ -58,90 +63,120 @@ def build_pipeline(
         specs: its stages.
         draw: calls them; its docstring is the pipeline's description.
         loop: what `draw` calls as the loop.
+        file: the Python file that defines all of it.
 
     Raises:
         UserError: Kubeflow Pipelines do not support a setting, or a step of the loop is not among
             the stages.
     """
-    steps = build_steps(name, config, specs, loop)
-    signature: Signature = {
-        "store": (str, REQUIRED),
-        "run": (str, name),
-    }
-    signature |= template.define_run_settings(config)
-    if loop:
-        signature[TARGET] = (float, config.loop.ending_reward)
+    plan = plan_tasks(name, config, specs, loop)
+    form = list_parameters(config)
+    steps = build_steps(name, config, specs, loop, plan)
+    steps["configure"] = configure_step(find_pipeline(file), config, plan, form)
+    signature: Signature = {"store": (str, REQUIRED), "run": (str, ""), OTHERS: (dict, {})}
+    descriptions = dict(DESCRIPTIONS)
+    for parameter in form:
+        signature[parameter.name] = (parameter.type, parameter.default)
+        descriptions[parameter.name] = parameter.description
 
     def create_tasks(*values: Any) -> None:
         arguments = dict(zip(signature, values))
-        run = arguments["run"]
-        store = arguments["store"]
+        identity = {
+            "store": arguments["store"],
+            "run": arguments["run"],
+            "pipeline": name,
+            "run_id": dsl.PIPELINE_JOB_ID_PLACEHOLDER,
+        }
         # The report is written however the run ends.
-        with dsl.ExitHandler(steps["report"]("report", run=run, store=store)):
-            draw(Tasks(config, steps, loop, f"{store}/{run}", arguments))
+        with dsl.ExitHandler(steps["report"]("report", **identity)):
+            settings = steps["configure"]("settings", **identity | arguments)
+            draw(Tasks(config, steps, loop, plan, settings.outputs))
 
-    summary = inspect.getdoc(draw) or ""
-    descriptions = DESCRIPTIONS | template.describe_run_settings(config)
-    template.set_interface(create_tasks, summary, signature, descriptions)
+    template.set_interface(
+        create_tasks, describe_pipeline(config, draw, plan), signature, descriptions
+    )
     # kfp would read a file whose pipeline has a component's name as that component.
     pipeline_name = f"{name}-pipeline" if name in steps else name
     return dsl.pipeline(name=pipeline_name)(create_tasks)
 
 
+def describe_pipeline(config: Any, draw: Callable[[Graph], None], plan: TaskPlan) -> str:
+    """Describe a pipeline for people: what it does, and what is fixed in its compiled form."""
+    paragraphs = [
+        inspect.getdoc(draw) or "",
+        f"Fixed when it was compiled, as they decide the graph or its pods: "
+        f"{', '.join(list_fixed(config))}; and what another model would need of memory.",
+        plan.describe_unlimited(),
+    ]
+    return "\n\n".join(filter(None, paragraphs))
+
+
+def configure_step(
+    pipeline: Pipeline, config: Any, plan: TaskPlan, form: Sequence[Parameter]
+) -> template.Step:
+    """Return the step that runs `tuneloop.kfp.configure`.
+
+    Args:
+        pipeline: that is compiled.
+        config: its settings.
+        plan: of its tasks.
+        form: its parameters.
+    """
+    kinds: JsonObject = {"store": str, "run": str, "pipeline": str, "run_id": str, OTHERS: dict}
+    descriptions = dict(DESCRIPTIONS)
+    for parameter in form:
+        kinds[parameter.name] = parameter.type
+        descriptions[parameter.name] = parameter.description
+    kinds[URL] = dsl.OutputPath(str)
+    for task in plan.configured:
+        kinds[name_changes(task)] = dsl.OutputPath(str)
+    if plan.has_loop:
+        kinds[TARGET] = dsl.OutputPath(float)
+    values = find_explicit_values(pipeline, config)
+    flags = ["--pipeline", pipeline.name, "--values", _encode(values)]
+    files = read_files(pipeline)
+    if files:
+        flags += ["--files", _encode(files)]
+    summary = "Name the run, and check what is set for it."
+    return define_uncached_step(
+        "configure", summary, kinds, descriptions, config.cluster, config.kfp, flags=flags
+    )
+
+
+def _encode(value: JsonMapping) -> str:
+    return template.escape_json(json.dumps(value, separators=(",", ":")))
+
+
 def build_steps(
-    pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Loop | None
+    pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Loop | None, plan: TaskPlan
 ) -> JsonObject:
     """Return name → the function that creates a stage's task."""
     cluster = config.cluster
     kfp = config.kfp
-    # Parameters that the graph passes to every stage that has them; here only their names matter.
-    dynamic = list(config.run_parameters(""))
-    shared_constants: JsonObject = {}
-    if loop:
-        loop.check_specs(specs)
-        _refuse_unsupported_settings(config)
-        shared_constants["endpoint"] = config.engine.endpoint_url or None
-        dynamic.append("iteration")
     report = define_uncached_step(
         "report",
         "Report on a run, however it ended.",
-        {"run": str, "store": str, "report": Output[HTML], "rewards": Output[Metrics]},
-        {"run": "name of the run", "store": "URL of the store"},
+        {
+            "run": str,
+            "store": str,
+            "pipeline": str,
+            "run_id": str,
+            "report": Output[HTML],
+            "rewards": Output[Metrics],
+        },
+        {"run": "name of the run; empty: from the id", "store": "URL of the store"},
         cluster,
         kfp,
     )
     steps: JsonObject = {"report": report}
     for spec in specs:
-        steps[spec.component.template] = stage_step(
-            spec.with_shared(shared_constants),
-            dynamic=spec.accepted(dynamic),
-            cluster=cluster,
-            kfp=kfp,
-        )
-    if loop and not is_written_out(config):
-        steps["iterations"] = iterations_step(loop, specs, config)
+        name = spec.component.template
+        steps[name] = stage_step(spec, plan.stages[name], cluster=cluster, kfp=kfp)
+    if loop and plan.iterations:
+        steps["iterations"] = iterations_step(loop, plan.iterations, config)
     if kfp.model_registry:
         _register_exports(steps, pipeline, specs, config)
     return steps
-
-
-def _refuse_unsupported_settings(config: Any) -> None:
-    """Raise UserError for a setting of a loop that Kubeflow Pipelines do not support."""
-    # Not every loop has a section for the deployment.
-    unsupported: JsonObject = {
-        "loop.asynchronous": config.loop.asynchronous,
-        "deploy": getattr(config, "deploy", None),
-    }
-    server = config.engine.server
-    if server:
-        for name, value in server.local_settings.items():
-            unsupported[f"engine.{name}"] = value
-        if server.replicas > 1:
-            unsupported["engine.replicas"] = server.replicas
-    for name, value in unsupported.items():
-        if value:
-            remedy = "is built for Argo and for one machine: leave it out here"
-            raise UserError(name, value, remedy)
 
 
 def _register_exports(
@@ -185,7 +220,12 @@ class Tasks:
     """Draws the stages of a pipeline as tasks of the enclosing KFP pipeline."""
 
     def __init__(
-        self, config: Any, steps: Steps, loop: Loop | None, url: str, arguments: JsonMapping
+        self,
+        config: Any,
+        steps: Steps,
+        loop: Loop | None,
+        plan: TaskPlan,
+        settings: JsonMapping,
     ) -> None:
         """Prepare to draw.
 
@@ -193,17 +233,16 @@ class Tasks:
             config: settings of the pipeline.
             steps: create the tasks.
             loop: what `loop` draws.
-            url: of the run, which has placeholders for the pipeline's arguments.
-            arguments: of the pipeline, as placeholders.
+            plan: of the tasks.
+            settings: outputs of the first task, as placeholders.
         """
         self.config = config
         self._steps = steps
         self._loop = loop
-        self._url = url
-        # The settings are what the user of the compiled pipeline asks for.
-        self._shared: JsonObject = {name: arguments[name] for name in RUN_SETTINGS}
-        self._shared |= config.published(url)
-        self._target_reward = arguments.get(TARGET)
+        self._url = settings[URL]
+        self._shared: JsonObject = config.published(self._url)
+        self._changes = {task: settings[name_changes(task)] for task in plan.configured}
+        self._target_reward = settings[TARGET] if plan.has_loop else None
         self._names: set[str] = set()
 
     def stage(self, component: Component, name: str = "", **inputs: Any) -> Outputs:
@@ -211,9 +250,10 @@ class Tasks:
         name = name or component.template
         check_drawing(component, name, self._steps, self._names)
         self._names.add(name)
-        shared = select_parameters(component, self._shared)
-        step = self._steps[component.template]
-        task = step(name, url=f"{self._url}/{name}", **inputs, **shared)
+        arguments = select_parameters(component, self._shared)
+        arguments[CHANGES] = self._changes[component.template]
+        arguments |= inputs
+        task = self._steps[component.template](name, url=f"{self._url}/{name}", **arguments)
         return Outputs(lambda output: task.outputs[output])
 
     def loop(self, serve: Any, **values: Any) -> None:
@@ -227,6 +267,7 @@ class Tasks:
             config=self.config,
             url=self._url,
             shared=self._shared,
+            changes=self._changes,
             target_reward=self._target_reward,
             values=values,
         )

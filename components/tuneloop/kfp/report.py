@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from tuneloop.kfp.io import Task
+from tuneloop.kfp.run_name import name_run
 from tuneloop.runs.run_record import Run
 from tuneloop.ui.report import render_page
 
@@ -14,7 +15,7 @@ def main(argv: Sequence[str]) -> int:
     KFP's UI shows it as HTML, and the mean rewards of the evaluations as scalars.
     """
     task = Task.read(argv[1])
-    run = Run(task.parameters["run"], task.parameters["store"])
+    run = Run(name_run(task.parameters), task.parameters["store"])
     task.write("report", render_page(run))
     # One method may have judged several versions, and KFP takes one value for a name.
     rewards = {

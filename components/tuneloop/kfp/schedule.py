@@ -24,8 +24,6 @@ from tuneloop.kfp.template import define_uncached_step
 from tuneloop.runs.records import check_schedule_name
 
 DATA_PREP = "tuneloop.stages.data_prep:data_prep"
-CHANNEL = "pipelinechannel--"
-"""What KFP puts before the name of a pipeline's parameter that a task inside of a group takes."""
 DESCRIPTIONS = {
     "run_id": "of the tick",
     "api": "address of the KFP API, as pods reach it",
@@ -158,18 +156,12 @@ def find_data_parameters(spec: JsonMapping, name: str) -> JsonObject:
     if task is None:
         remedy = "has no stage data_prep, whose prompts show whether there is new data"
         raise UserError("pipeline", name, remedy)
-    pipeline_parameters = spec["root"]["inputDefinitions"]["parameters"]
     parameters: JsonObject = {}
     for key, source in task["inputs"]["parameters"].items():
-        # The URL of the output, and channels that KFP adds for parts of it.
-        if key == "url" or key.startswith(CHANNEL):
-            continue
-        if "runtimeValue" in source:
+        # The first task of a run gives the URL of the output, and what is set for the run: here
+        # that is nothing, since the run is started with the compiled settings.
+        if key != "url" and "runtimeValue" in source:
             parameters[key] = source["runtimeValue"]["constant"]
-        else:
-            # The recurring run passes no parameters, so that the pipeline's defaults apply.
-            parameter = source.get("componentInputParameter", "").removeprefix(CHANNEL)
-            parameters[key] = pipeline_parameters.get(parameter, {}).get("defaultValue")
     return parameters
 
 

@@ -43,6 +43,9 @@ URL = "url"
 """Parameter of the adapter itself: where the output is committed."""
 TARGET = "target_reward"
 """Parameter of the adapter itself: the mean reward that ends a loop."""
+CHANGES = "changed_settings"
+"""Parameter of the adapter itself: what is otherwise than it was compiled, as JSON; null stands for
+a parameter that is no longer set (`tuneloop.kfp.configure`)."""
 REACHED = "target_reached_at"
 """Mark of a handle: the iteration that ended the loop."""
 CONTINUED = "continued_after"
@@ -64,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     stage: Component = plugins.load_variant("stages", options.stage)
     task = Task.read(options.executor_input)
+    task.parameters |= json.loads(task.parameters.pop(CHANGES, "{}"))
     reason = find_reason_to_skip(task)
     if reason:
         report_skipped_stage(stage, task, reason)
@@ -156,7 +160,7 @@ def build_stage_args(stage: Component, task: Task) -> list[str]:
     values[stage.output] = task.parameters[URL]
     for name, value in task.parameters.items():
         if name in stage.Params.model_fields:
-            values[name] = _restore_integers(value)
+            values[name] = restore_integers(value)
     return encode_flags(values)
 
 
@@ -248,17 +252,17 @@ def get_result_name(stage: Component, name: str) -> str:
 
 def encode_parameter(value: Any) -> str:
     """Encode a parameter of KFP as the value of a flag."""
-    return encode_value(_restore_integers(value))
+    return encode_value(restore_integers(value))
 
 
-def _restore_integers(value: Any) -> Any:
+def restore_integers(value: Any) -> Any:
     """Turn integral floats into integers, also inside lists and maps: all of KFP's numbers are
     floats.
     """
     if isinstance(value, dict):
-        return {key: _restore_integers(item) for key, item in value.items()}
+        return {key: restore_integers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_restore_integers(item) for item in value]
+        return [restore_integers(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
-from tuneloop.argo.pod_fields import PLAIN, SECRET, SHM
+from tuneloop.argo.pod_fields import PLAIN, SECRET, SHM, plan_resources
 from tuneloop.config.pipeline import Kfp
 from tuneloop.core.json_types import JsonMapping
+from tuneloop.workflow.plan import PodResources
 from tuneloop.workflow.pod_hook import check_use
 from tuneloop.workflow.pod_settings import MAIN, STORE, USER, fit_patch
 from tuneloop.workflow.settings import AUTO, SANDBOX, Cluster, ResourceRole
@@ -21,9 +22,22 @@ NO_DEADLINE = "8760h"
 
 
 def configure_task_pod(
-    task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
+    task: dsl.PipelineTask,
+    image: str,
+    cluster: Cluster,
+    kfp: Kfp,
+    role: ResourceRole = "cpu",
+    resources: PodResources | None = None,
 ) -> None:
     """Set the resources, queue, store and rights of a task's pod.
+
+    Args:
+        task: of the pipeline.
+        image: of its container.
+        cluster: settings of the pod.
+        kfp: settings of the task.
+        role: what the pod computes.
+        resources: what it requests; None: what its role does.
 
     Raises:
         UserError: an extension changes the pod, or it should have more memory after the first
@@ -45,7 +59,7 @@ def configure_task_pod(
     if kfp.timeout_s:
         kubernetes.set_timeout(task, kfp.timeout_s)
     _give_secrets(task, cluster)
-    _request_resources(task, cluster, role)
+    _request_resources(task, cluster, role, resources or plan_resources(role, cluster))
 
 
 def _give_secrets(task: dsl.PipelineTask, cluster: Cluster) -> None:
@@ -60,20 +74,23 @@ def _give_secrets(task: dsl.PipelineTask, cluster: Cluster) -> None:
         kubernetes.use_secret_as_volume(task, *SANDBOX, optional=True)
 
 
-def _request_resources(task: dsl.PipelineTask, cluster: Cluster, role: ResourceRole) -> None:
+def _request_resources(
+    task: dsl.PipelineTask, cluster: Cluster, role: ResourceRole, pod: PodResources
+) -> None:
     """Set what a task's pod requests, and which nodes and queue it waits for."""
     resources = cluster.resources(role)
-    task.set_cpu_request(resources.cpu)
+    task.set_cpu_request(pod.cpu)
     cpu_limit = resources.find_cpu_limit(cluster.limits)
     if cpu_limit:
         task.set_cpu_limit(cpu_limit)
-    task.set_memory_request(resources.memory_request)
-    # The request is the limit here, also if it is the 2Gi of `auto` (docs/cluster.md).
-    task.set_memory_limit(resources.memory_request)
-    gpus = cluster.count_gpus(role)
-    if gpus:
-        resource = cluster.pod_settings(role).gpu
-        task.set_accelerator_type(resource).set_accelerator_limit(gpus)
+    task.set_memory_request(pod.memory_request)
+    # A guess must not kill a pod, unless a quota asks for limits.
+    memory_limit = pod.memory_limit or (pod.memory_request if cluster.limits else "")
+    if memory_limit:
+        task.set_memory_limit(memory_limit)
+    if pod.accelerators:
+        gpu = cluster.pod_settings(role).gpu
+        task.set_accelerator_type(gpu).set_accelerator_limit(pod.accelerators)
     for label, value in cluster.build_queue_labels(role).items():
         kubernetes.add_pod_label(task, label, value)
     if resources.shm:

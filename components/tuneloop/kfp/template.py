@@ -17,15 +17,16 @@ from kfp.dsl.pipeline_channel import PipelineArtifactChannel
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tuneloop.argo.pod_fields import SMALL, find_role
-from tuneloop.config.pipeline import Kfp, PipelineConfig
+from tuneloop.argo.pod_fields import SMALL
+from tuneloop.config.pipeline import Kfp
 from tuneloop.core.component import Component
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp.io import SAME
-from tuneloop.kfp.stage import TARGET, URL, get_result_name
+from tuneloop.kfp.stage import CHANGES, TARGET, URL, get_result_name
 from tuneloop.kfp.task_pod import configure_task_pod
 from tuneloop.kfp.ui_outputs import UI_OUTPUTS
 from tuneloop.workflow.loop import StageSpec
+from tuneloop.workflow.plan import PodResources, StagePlan
 from tuneloop.workflow.settings import Cluster, ResourceRole
 
 TYPES = {
@@ -43,6 +44,7 @@ DESCRIPTIONS = {
     # The loop ends once the mean of an iteration's rewards is at least this.
     TARGET: "rewards of this mean end the loop",
     SAME: "input → the other input that is the same artifact",
+    CHANGES: "parameters that are set for this run, as JSON",
 }
 """Parameter of the adapter itself → description."""
 REQUIRED = inspect.Parameter.empty
@@ -52,29 +54,34 @@ Signature = dict[str, tuple[Any, Any]]
 """Input or output → its kfp type and its default, which may be `REQUIRED`."""
 
 
-def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp: Kfp) -> Step:
+def stage_step(spec: StageSpec, plan: StagePlan, *, cluster: Cluster, kfp: Kfp) -> Step:
     """Return a stage as a step: ``step("sft", url=…, policy=…)``.
 
     The step takes the task's name in the UI, the input artifacts, ``url`` (where the output is
-    committed) and the `dynamic` parameters; the other parameters are resolved here, once. A stage
-    of several nodes is a JobSet, which the task's pod launches in the namespace ``kfp.jobs``.
+    committed) and the parameters that the graph sets; the others are those of the plan. A stage of
+    several nodes is a JobSet, which the task's pod launches in the namespace ``kfp.jobs``.
 
-    Raises:
-        UserError: the stage refuses a parameter.
+    Args:
+        spec: the stage.
+        plan: its parameters and its pod.
+        cluster: settings of the pods.
+        kfp: settings of the task.
     """
     stage = spec.component
-    parameters = dict(spec.parameters)
-    role = find_role(stage, parameters, dynamic)
+    role = plan.resource_role
     image_name = stage.image
     processes = spec.processes
+    resources: PodResources | None = plan.resources
     flags: list[str] = []
     task_cluster = cluster
     if spec.nodes > 1:
-        parameters["expected_world_size"] = spec.nodes * processes
+        job_cluster = cluster
+        if plan.resources.memory_limit:
+            job_cluster = cluster.adjust_role(role, memory=plan.resources.memory_limit)
         job = {
             "nodes": spec.nodes,
             "processes": processes,
-            "cluster": cluster.model_dump(mode="json", exclude_defaults=True),
+            "cluster": job_cluster.model_dump(mode="json", exclude_defaults=True),
             "namespace": kfp.jobs,
         }
         flags = ["--job", json.dumps(job, separators=(",", ":"))]
@@ -82,19 +89,18 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
         role = "cpu"
         image_name = "base"
         processes = 1
+        resources = None
         task_cluster = cluster.adjust_role("cpu", **SMALL)
     image = cluster.images.format(image=image_name)
-    constants = stage.resolve_constants(parameters, dynamic)
-    # KFP's parameters have no null.
-    constants = {name: value for name, value in constants.items() if value is not None}
-    parameter_names = set(constants).union(dynamic)
+    constants = plan.parameters
+    parameter_names = set(constants).union(set(plan.wired) & stage.Params.model_fields.keys())
     create_task = stage_component(stage, image, processes, parameter_names, flags)
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         passed_once = pass_artifacts_once(arguments, stage.inputs)
         task = create_task(**constants, **passed_once).set_display_name(name)
         task.set_env_variable("TUNELOOP_NODE_NAME", name)
-        configure_task_pod(task, image, task_cluster, kfp, role)
+        configure_task_pod(task, image, task_cluster, kfp, role, resources)
         return task
 
     return step
@@ -136,6 +142,7 @@ def define_uncached_step(
     descriptions: Mapping[str, str],
     cluster: Cluster,
     kfp: Kfp,
+    flags: Sequence[str] = (),
 ) -> Step:
     """Return the program ``tuneloop.kfp.<name>`` as a step that KFP never caches, because it reads
     the current state.
@@ -143,10 +150,11 @@ def define_uncached_step(
     Args:
         name: of the program.
         summary: one sentence for the UI.
-        kinds: input or output → type; none of them is optional.
+        kinds: input or output → type.
         descriptions: input → what it is.
         cluster: settings of the task's pod.
         kfp: settings of the task.
+        flags: of the program besides the executor input.
     """
     image = cluster.images.format(image="base")
     create_task = define_container_component(
@@ -156,6 +164,7 @@ def define_uncached_step(
         descriptions,
         image,
         ["python3", "-m", f"tuneloop.kfp.{name}"],
+        flags,
     )
 
     def create_uncached_task(**arguments: Any) -> dsl.PipelineTask:
@@ -170,12 +179,13 @@ def make_step(
     cluster: Cluster,
     kfp: Kfp,
     role: ResourceRole = "cpu",
+    resources: PodResources | None = None,
 ) -> Step:
     """Return a container component as a step."""
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = create_task(**arguments).set_display_name(name)
-        configure_task_pod(task, image, cluster, kfp, role)
+        configure_task_pod(task, image, cluster, kfp, role, resources)
         return task
 
     return step
@@ -221,6 +231,7 @@ def stage_signature(
     types = {name: TYPES.get(name, Dataset) for name in stage.inputs}
     signature = define_inputs(types, stage.inputs)
     signature[URL] = (str, REQUIRED)
+    signature[CHANGES] = (str, "{}")
     for name, field in fields.items():
         signature[name] = _describe_parameter(field)
     # The trainer of an iteration decides whether the loop ends (`tuneloop.kfp.stage`).
@@ -234,23 +245,6 @@ def stage_signature(
     for name, field in fields.items():
         descriptions[name] = field.description or ""
     return signature, descriptions
-
-
-def define_run_settings(config: PipelineConfig) -> Signature:
-    """Return the signature of the settings that every stage gets (`RUN_SETTINGS`), by default as
-    they are set.
-    """
-    fields = type(config).model_fields
-    signature: Signature = {}
-    for name, value in config.run_settings.items():
-        signature[name] = (_choose_type(fields[name].annotation), value)
-    return signature
-
-
-def describe_run_settings(config: PipelineConfig) -> dict[str, str]:
-    """Return setting that every stage gets → description."""
-    fields = type(config).model_fields
-    return {name: fields[name].description or "" for name in config.run_settings}
 
 
 def define_inputs(types: JsonMapping, required: Mapping[str, bool]) -> Signature:
@@ -272,6 +266,11 @@ def define_inputs(types: JsonMapping, required: Mapping[str, bool]) -> Signature
     if len(earlier_types) < len(types):
         signature[SAME] = (dict, {})
     return signature
+
+
+def escape_json(text: str) -> str:
+    """Return JSON in which neither KFP nor the kubelet finds a tag or a variable to replace."""
+    return text.replace("$(", "\\u0024(").replace("{{", "{\\u007b")
 
 
 def define_container_component(

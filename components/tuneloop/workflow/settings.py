@@ -102,8 +102,7 @@ class Resources(BaseModel, frozen=True, extra="forbid", coerce_numbers_to_str=Tr
         AUTO,
         pattern=rf"^({AUTO}|{MEMORY})$",
         description="memory that a pod requests, and its limit: 512Mi, 2Gi; auto: what "
-        f"`tuneloop plan` estimates, and {UNKNOWN} without a limit where it cannot; on Kubeflow "
-        f"Pipelines auto is {UNKNOWN}, and the limit, too",
+        f"`tuneloop plan` estimates, and {UNKNOWN} without a limit where it cannot",
     )
     memory_on_retry: str = Field(
         "",

@@ -360,18 +360,28 @@ def test_a_loop_goes_on_once(backend: Api) -> None:
     ]
     assert run_cli(line) == 0
     api = RunApi(backend.url)
-    assert api.start_next_run("r1") == "r2"
-    assert api.start_next_run("r1") == "r2", "tried again, it finds the run that it has started"
+    assert api.start_next_run("r1", "long") == "r2"
+    assert api.start_next_run("r1", "long") == "r2", (
+        "tried again, it finds the run that it has started"
+    )
     first, second = backend.runs
     for key in ("display_name", "experiment_id", "pipeline_spec", "runtime_config"):
         assert first[key] == second[key]
     assert (
-        api.find_newer_run(api.read_run("r1")) == "r2"
-        and api.find_newer_run(api.read_run("r2")) is None
+        api.find_newer_run(api.read_run("r1"), "long") == "r2"
+        and api.find_newer_run(api.read_run("r2"), "long") is None
     )
+    # Another run that the UI has started under the same display name does not continue it.
+    namesake = dict(second, run_id="r3", created_at="9999")
+    namesake["runtime_config"] = {"parameters": {"run": ""}}
+    backend.runs.append(namesake)
+    assert api.find_newer_run(api.read_run("r1"), "long") == "r2"
+    assert api.start_next_run("r3", "grpo-1b2c3d4e") == "r4"
+    assert backend.runs[-1]["runtime_config"]["parameters"]["run"] == "grpo-1b2c3d4e"
+    del backend.runs[2:]
     assert run_cli(["kfp", "stop", "long"]) == 0
     with pytest.raises(Interrupted, match="r2 is being stopped"):
-        api.start_next_run("r2")
+        api.start_next_run("r2", "long")
     with pytest.raises(Unavailable, match=r"kfp\.api"):
         RunApi("http://127.0.0.1:1").read_run("r1")
     with pytest.raises(UserError, match="does not answer with JSON"):

@@ -13,7 +13,7 @@ from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Interrupted
 from tuneloop.core.server_token import VARIABLE
 from tuneloop.kfp import rollout_server
 from tuneloop.kfp.io import Task
-from tuneloop.kfp.iterations import read_run_parameters
+from tuneloop.kfp.iterations import build_values
 from tuneloop.kfp.rollout_server import run_server
 from tuneloop.local.iterations import Iterations, StageEnded
 from tuneloop.workflow.pod_loop import PodLoop
@@ -24,16 +24,13 @@ def pod() -> Iterations:
     return Iterations(PodLoop(steps=[], carry={}, reward=""), run="", last=1, per_pod=1, target=1.0)
 
 
-def test_stages_get_the_settings_of_the_run_and_urls_below_it() -> None:
-    parameters = {"url": "s3://b/runs/r", "seed": 7.0, "target_reward": 0.9}
-    executor_input = {"inputs": {"parameterValues": parameters}, "outputs": {"outputFile": "x"}}
-    task = Task.read(json.dumps(executor_input))
-    assert read_run_parameters(task, {}) == {"seed": "7"}
-    assert read_run_parameters(task, {"weights": "@run@/weights"}) == {
-        "seed": "7",
-        "weights": "s3://b/runs/r/weights",
-    }
-    assert read_run_parameters(task, {"weights": "s3://b/w"})["weights"] == "s3://b/w"
+def test_stages_get_urls_below_the_run() -> None:
+    policy = {"artifacts": [{"metadata": {"ref": "s3://b/runs/r/sft@sha256:1"}}]}
+    inputs = {"parameterValues": {"url": "s3://b/runs/r"}, "artifacts": {"policy": policy}}
+    task = Task.read(json.dumps({"inputs": inputs, "outputs": {"outputFile": "x"}}))
+    assert build_values(task, {}) == {"policy": "s3://b/runs/r/sft@sha256:1"}
+    assert build_values(task, {"weights": "@run@/weights"})["weights"] == "s3://b/runs/r/weights"
+    assert build_values(task, {"weights": "s3://b/w"})["weights"] == "s3://b/w"
 
 
 def test_the_mistake_of_a_server_ends_the_task_with_its_exit_code(

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import yaml
 
 from tests import compiling
 from tuneloop.config.loading import find_pipeline
-from tuneloop.config.pipeline import RUN_SETTINGS
 from tuneloop.core.errors import UserError
+from tuneloop.workflow.plan import read_plan
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,8 @@ def test_every_image_is_named_with_its_tag(compiled: Any) -> None:
 def test_a_loop_in_one_task_does_not_grow(compiled: Any) -> None:
     few, many = (compiled("grpo", f"loop.iterations={n}")[0] for n in (9, 1000))
     assert few["components"].keys() == many["components"].keys()
+    for spec in (few, many):
+        spec["root"]["inputDefinitions"]["parameters"]["loop_iterations"].pop("defaultValue")
     assert few["root"] == many["root"]
 
 
@@ -138,36 +141,81 @@ def test_handles_are_typed_and_parameters_described(compiled: Any) -> None:
     assert reward["inputDefinitions"]["parameters"]["timeout_s"]["description"].startswith(
         "seconds that one call"
     )
-    assert list(spec["root"]["inputDefinitions"]["parameters"]) == [
-        "run",
-        "seed",
-        "store",
-        "target_reward",
-    ]
-    store = spec["root"]["inputDefinitions"]["parameters"]["store"]
+    asked = spec["root"]["inputDefinitions"]["parameters"]
+    store = asked.pop("store")
     assert "isOptional" not in store and store["description"].startswith("URL of the store")
+    # KFP's form does not start a run while a field without a default is empty.
+    assert all("defaultValue" in parameter for parameter in asked.values())
+    assert all(parameter["description"] for parameter in asked.values())
 
 
-def test_the_parameters_of_a_run_reach_every_stage_that_has_them(compiled: Any) -> None:
-    """In one task: the pipeline passes on the settings, and the task knows the rest by its flags."""
+def test_what_is_set_for_a_run_reaches_every_task(compiled: Any) -> None:
+    """From the first task, which has one output for each of the others."""
+    for sets in ((), ("loop.iterations=1", "kfp.unroll=1")):
+        spec, _ = compiled("grpo", "engine.weights.kind=pull", *sets)
+        tasks = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+        outputs = spec["components"]["comp-configure"]["outputDefinitions"]["parameters"]
+        for name, task in tasks.items():
+            if name != "configure":
+                source = task["inputs"]["parameters"]["changed_settings"]["taskOutputParameter"]
+                # KFP numbers the components of one name.
+                component = re.sub(r"^comp-|-\d+$", "", task["componentRef"]["name"])
+                component = component.replace("-", "_")
+                assert source["outputParameterKey"] == f"{component}_settings" in outputs
+
+
+def test_urls_below_the_run_reach_every_stage_that_has_them(compiled: Any) -> None:
+    """In one task: it knows them by its flags."""
     pipeline = find_pipeline("grpo")
     config = pipeline.configure(None, ["engine.weights.kind=pull"])
-    names = set(config.run_parameters(""))
-    assert names == {*RUN_SETTINGS, "weights"}
     spec, _ = compiled("grpo", "engine.weights.kind=pull")
-    assert set(RUN_SETTINGS) <= spec["root"]["inputDefinitions"]["parameters"].keys()
-    task = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]["iterations"]
-    assert set(RUN_SETTINGS) <= task["inputs"]["parameters"].keys()
     words = spec["deploymentSpec"]["executors"]["exec-iterations"]["container"]["args"]
     published = json.loads(words[words.index("--published") + 1])
-    assert set(RUN_SETTINGS).union(published) == names
+    assert published == {"weights": "@run@/weights"}
     stages = {stage.component.template: stage.component for stage in pipeline.module.stages(config)}
     wired = set()
     for step in json.loads(words[words.index("--loop") + 1])["steps"]:
-        for name in names & stages[step["name"]].Params.model_fields.keys():
+        for name in published.keys() & stages[step["name"]].Params.model_fields.keys():
             assert step["wires"][name] == name
             wired.add(name)
-    assert wired == names
+    assert wired == published.keys()
+
+
+def test_pods_have_the_memory_that_plan_estimates(compiled: Any) -> None:
+    """Request and limit where it is known, else a request alone, and the pipeline says so."""
+    spec, _ = compiled("sft_then_grpo")
+    resources = {
+        name: executor["container"]["resources"]
+        for name, executor in spec["deploymentSpec"]["executors"].items()
+    }
+    plan = read_plan(
+        find_pipeline("sft_then_grpo").build(find_pipeline("sft_then_grpo").configure())
+    )
+    trainer = plan.stages["sft"].resources
+    assert resources["exec-sft"]["resourceMemoryLimit"] == trainer.memory_limit
+    assert resources["exec-sft"]["resourceMemoryRequest"] == trainer.memory_request
+    # The trainer and vLLM's server run in this pod at once.
+    server = plan.servers["serve"].resources
+    together = sum(
+        int(item.memory_request.removesuffix("Mi")) for item in (plan.loop.pod.resources, server)
+    )
+    assert resources["exec-iterations"]["resourceMemoryRequest"] == f"{together}Mi"
+    # An engine in the process of a stage was not measured.
+    assert "resourceMemoryLimit" not in resources["exec-evaluate"]
+    assert "evaluate (requests" in spec["pipelineInfo"]["description"]
+    set_memory = ("cluster.trainer.memory=5Gi", "cluster.sampler.memory=6Gi")
+    spec, _ = compiled("sft_then_grpo", *set_memory)
+    executors = spec["deploymentSpec"]["executors"]
+    limits = {
+        name: executors[name]["container"]["resources"].get("resourceMemoryLimit")
+        for name in ("exec-sft", "exec-evaluate", "exec-iterations")
+    }
+    assert limits == {
+        "exec-sft": "5Gi",
+        "exec-evaluate": "6Gi",
+        "exec-iterations": f"{11 << 10}Mi",
+    }
+    assert "not known" not in spec["pipelineInfo"]["description"]
 
 
 def test_wrong_settings_are_refused_before_anything_is_compiled(compiled: Any) -> None:

@@ -1,0 +1,284 @@
+"""The first task of a run: ``python -m tuneloop.kfp.configure --pipeline NAME … --executor-input …``
+
+It names the run, checks what a user has typed into the form of KFP's UI by the schema of the
+pipeline's configuration, and tells each later task which of its parameters differ from the compiled
+ones. So another base model changes all that follows it, as on the command line. It refuses what
+would need another graph or other pods, before anything expensive starts.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuneloop.argo.quantities import parse_resource_quantity
+from tuneloop.config.explicit_values import configure_values
+from tuneloop.config.followed import Followed, merge_followed
+from tuneloop.config.loading import Pipeline, find_pipeline, list_pipeline_folders
+from tuneloop.core.errors import UserError, report_errors
+from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.core.store import Store
+from tuneloop.kfp.form import OTHERS, list_parameters
+from tuneloop.kfp.io import Task
+from tuneloop.kfp.retry import retry_in_process
+from tuneloop.kfp.run_name import name_run
+from tuneloop.kfp.stage import TARGET, URL, restore_integers
+from tuneloop.kfp.task_plan import TaskPlan, name_changes
+from tuneloop.runs.records import check_name
+from tuneloop.workflow.plan import PodPlan
+
+PIPELINE_MODULES = "tuneloop._pipelines."
+"""Begins the names of modules that `config.loading` makes of pipelines."""
+
+
+@dataclass(frozen=True)
+class ConfiguredRun:
+    """The settings of a run, and its tasks.
+
+    Attributes:
+        settings: the configuration.
+        plan: its tasks.
+    """
+
+    settings: Any
+    plan: TaskPlan
+
+
+class RunSettings:
+    """The settings of the runs of one compiled pipeline."""
+
+    def __init__(self, pipeline: Pipeline, values: JsonMapping) -> None:
+        """Prepare to configure runs.
+
+        Args:
+            pipeline: that was compiled.
+            values: with which it was compiled.
+        """
+        self.pipeline = pipeline
+        self.values = values
+        self.compiled = self._plan(values)
+
+    def _plan(self, values: JsonMapping) -> ConfiguredRun:
+        settings = configure_values(self.pipeline, values)
+        plan_tasks = vars(self.pipeline.module.build_kfp)["plan"]
+        return ConfiguredRun(settings, plan_tasks(settings))
+
+    def read_typed(self, parameters: JsonMapping) -> JsonObject:
+        """Return key → value of the settings that differ from the compiled ones.
+
+        Args:
+            parameters: of the task; KFP's numbers are floats.
+        """
+        typed: JsonObject = {}
+        for parameter in list_parameters(self.compiled.settings):
+            value = restore_integers(parameters.get(parameter.name, parameter.default))
+            if value != parameter.default:
+                typed[parameter.key] = value
+        typed |= restore_integers(parameters.get(OTHERS, {}))
+        return typed
+
+    def configure(self, typed: JsonMapping) -> ConfiguredRun:
+        """Configure a run.
+
+        Args:
+            typed: key → value of settings.
+
+        Raises:
+            UserError: a value is refused, or the run would need another graph or other pods than
+                the compiled ones.
+        """
+        if not typed:
+            return self.compiled
+        values = self._merge(typed)
+        run = self._plan(values)
+        # First each setting alone, so that a message names the one that is refused.
+        for key, value in typed.items():
+            self._check_alone(key, value)
+        problem = find_problem(self.compiled, run)
+        if problem:
+            key, value = next(iter(typed.items()))
+            raise UserError(key, value, f"with the other settings of this run: {problem}")
+        return run
+
+    def _merge(self, typed: JsonMapping) -> JsonObject:
+        """Return the compiled values with the typed ones."""
+        changes = {key: Followed(key, value, "typed") for key, value in typed.items()}
+        values = merge_followed(self.values, changes)
+        for name, section in self.compiled.settings:
+            # A rule may leave out a section for another model, which would be another graph.
+            if section is not None and values.get(name, {}) is None:
+                values[name] = {}
+        return values
+
+    def _check_alone(self, key: str, value: Any) -> None:
+        """Raise UserError if a setting alone makes another graph or other pods."""
+        try:
+            run = self._plan(self._merge({key: value}))
+        except UserError:
+            # It is possible together with the other settings, which were not refused.
+            return
+        problem = find_problem(self.compiled, run)
+        if problem:
+            raise UserError(key, value, problem)
+
+
+def find_problem(compiled: ConfiguredRun, run: ConfiguredRun) -> str:
+    """Return why a run cannot use the compiled graph and its pods; empty if it can."""
+    if describe_shape(run) != describe_shape(compiled):
+        return (
+            "is fixed when the pipeline is compiled, as it decides the graph or its pods: "
+            "compile it again with --set"
+        )
+    shortages: list[str] = []
+    needed_by_role: dict[str, str] = {}
+    for task, pod in run.plan.pods.items():
+        limit = compiled.plan.pods[task].resources.memory_limit
+        needed = pod.resources.memory_limit
+        if (
+            not limit
+            or not needed
+            or parse_resource_quantity(needed) <= parse_resource_quantity(limit)
+        ):
+            continue
+        shortages.append(f"the pod of {task} would need {needed} of memory and has {limit}")
+        known = needed_by_role.get(pod.resource_role, "0")
+        needed_by_role[pod.resource_role] = max(known, needed, key=parse_resource_quantity)
+    if not shortages:
+        return ""
+    flags = [f"--set cluster.{role}.memory={size}" for role, size in needed_by_role.items()]
+    return f"{', '.join(shortages)}: compile the pipeline again with {' '.join(flags)}"
+
+
+def list_doubts(compiled: TaskPlan, plan: TaskPlan) -> list[str]:
+    """List the pods whose memory may be too little: they have a limit, and it is not known what the
+    run needs.
+    """
+    return [
+        f"it is not known whether {compiled.pods[task].resources.memory_limit} are enough for {task}"
+        for task, pod in plan.pods.items()
+        if compiled.pods[task].resources.memory_limit and not pod.resources.memory_limit
+    ]
+
+
+def describe_shape(run: ConfiguredRun) -> JsonObject:
+    """Describe what is fixed in a compiled pipeline: its tasks, their pods, the platform."""
+    plan = run.plan
+    pods = {task: _describe_pod(pod) for task, pod in plan.pods.items()}
+    return {
+        "pods": pods,
+        "written_out": plan.written_out,
+        "evaluate_every": run.settings.loop.evaluate_every if plan.written_out else 0,
+        "cluster": run.settings.cluster.model_dump(),
+        "kfp": run.settings.kfp.model_dump(),
+    }
+
+
+def _describe_pod(pod: PodPlan) -> JsonObject:
+    """Describe a task's pod without what may differ between runs."""
+    description = pod.model_dump(exclude={"parameters", "resources"})
+    description["accelerators"] = pod.resources.accelerators
+    return description
+
+
+def find_changes(compiled: TaskPlan, plan: TaskPlan) -> dict[str, str]:
+    """Return output parameter → JSON of what a task does otherwise than it was compiled: parameters
+    of a stage, or options of the iterations. Null stands for one that is no longer set.
+    """
+    changes: dict[str, str] = {}
+    for template, stage in compiled.stages.items():
+        differences = _find_differences(stage.parameters, plan.stages[template].parameters)
+        changes[name_changes(template)] = json.dumps(differences)
+    if compiled.iterations and plan.iterations:
+        differences = _find_differences(compiled.iterations.options, plan.iterations.options)
+        changes[name_changes(compiled.iterations.pod.template)] = json.dumps(differences)
+    return changes
+
+
+def _find_differences(earlier: JsonMapping, later: JsonMapping) -> JsonObject:
+    """Return the entries of `later` that are not those of `earlier`."""
+    differences: JsonObject = {}
+    for name in [*later, *earlier]:
+        if later.get(name) != earlier.get(name):
+            differences[name] = later.get(name)
+    return differences
+
+
+def load_pipeline(name: str, files: Mapping[str, str]) -> Pipeline:
+    """Load a pipeline by name.
+
+    Args:
+        name: of the pipeline.
+        files: name → text of the files that are not in the image, the pipeline's own among them.
+    """
+    if not files:
+        return find_pipeline(name)
+    # The files of the image are found from there, too (`config.loading.load_pipeline`).
+    folder = Path(tempfile.mkdtemp(prefix="tuneloop-pipeline-"))
+    for file, text in files.items():
+        (folder / file).write_text(text)
+    return find_pipeline(str(folder / f"{name}.py"))
+
+
+def read_files(pipeline: Pipeline) -> dict[str, str]:
+    """Return name → text of the files of a pipeline that are not in the image: its own, and those
+    beside it that it has loaded.
+    """
+    folder = pipeline.path.parent
+    # The first folder is that of the current directory, or of a checkout.
+    if folder in [path.resolve() for path in list_pipeline_folders()[1:]]:
+        return {}
+    paths = {pipeline.path}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if module.__name__.startswith(PIPELINE_MODULES) and file and Path(file).parent == folder:
+            paths.add(Path(file))
+    return {path.name: path.read_text() for path in sorted(paths)}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Name and configure a run; return the exit code."""
+    parser = argparse.ArgumentParser(prog="tuneloop.kfp.configure", description=__doc__)
+    parser.add_argument("--pipeline", required=True, help="name of the pipeline")
+    parser.add_argument(
+        "--files", type=json.loads, default={}, metavar="JSON", help="texts of its own files"
+    )
+    parser.add_argument(
+        "--values", type=json.loads, required=True, metavar="JSON", help="compiled settings"
+    )
+    parser.add_argument("--executor-input", required=True)
+    options = parser.parse_args(argv)
+    task = Task.read(options.executor_input)
+
+    @report_errors
+    def configure_task() -> int:
+        name = name_run(task.parameters)
+        check_name(name, "run")
+        store = str(task.parameters["store"])
+        pipeline = load_pipeline(options.pipeline, options.files)
+        runs = RunSettings(pipeline, options.values)
+        typed = runs.read_typed(task.parameters)
+        run = runs.configure(typed)
+        for line in list_doubts(runs.compiled.plan, run.plan):
+            print(f"note: {line}", file=sys.stderr)
+        Store(store).check_writable()
+        for key, value in typed.items():
+            print(f"{key} = {value!r}", file=sys.stderr)
+        print(f"the run is {store}/{name}", file=sys.stderr)
+        task.results = {URL: f"{store}/{name}"}
+        task.results |= find_changes(runs.compiled.plan, run.plan)
+        if run.plan.has_loop:
+            task.results[TARGET] = run.settings.loop.ending_reward
+        return 0
+
+    code = retry_in_process(configure_task, str)
+    if code == 0:
+        task.finish()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

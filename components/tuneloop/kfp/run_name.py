@@ -1,0 +1,22 @@
+"""The name of a run in the store, where KFP's UI has started it without one."""
+
+from tuneloop.core.json_types import JsonMapping
+from tuneloop.runs.records import SCHEDULE_LENGTH
+
+DIGITS = 8
+"""Of KFP's id of the run in its name."""
+
+
+def name_run(parameters: JsonMapping) -> str:
+    """Return the name of a run.
+
+    Args:
+        parameters: of a task: ``run``, the name that was chosen; else ``pipeline`` and ``run_id``,
+            from which it is made. So a run that is retried keeps its name, and each run of a
+            recurring one has its own.
+    """
+    if parameters["run"]:
+        return str(parameters["run"])
+    pipeline = str(parameters["pipeline"])[:SCHEDULE_LENGTH].rstrip("-")
+    run_id = str(parameters["run_id"])
+    return f"{pipeline}-{run_id.replace('-', '')[:DIGITS]}"
