@@ -45,6 +45,7 @@ def _drop_implied(
     section = values
     for key in path:
         section = section[key]
+    # A key is dropped while the others are looked at.
     for key in list(section):
         inner = [*path, key]
         fewer = _remove(values, inner)

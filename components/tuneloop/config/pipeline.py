@@ -68,6 +68,11 @@ class Kfp(BaseModel, frozen=True, extra="forbid"):
     model_registry: str = Field(
         "", description="address of a Kubeflow Model Registry: exported models go there"
     )
+    gate: bool = Field(
+        False,
+        description="register a model only if its held-out reward is better than before the "
+        "training, by more than noise: paired by prompt, with a confidence of 95 %",
+    )
     retries: int = Field(
         3,
         ge=0,
@@ -122,6 +127,14 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
         """Return the parameters that every stage of the run at the URL `run` gets, if it has
         them."""
         return self.run_settings | self.published(run)
+
+    @model_validator(mode="after")
+    def _check_gate(self) -> "PipelineConfig":
+        """Refuse a gate before nothing."""
+        if self.kfp.gate and not self.kfp.model_registry:
+            remedy = "is a condition of kfp.model_registry: set that, too"
+            raise UserError("kfp.gate", True, remedy)
+        return self
 
     @model_validator(mode="after")
     def _check_backends(self) -> "PipelineConfig":

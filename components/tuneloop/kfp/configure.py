@@ -75,6 +75,7 @@ class RunSettings:
         """
         typed: JsonObject = {}
         for parameter in list_parameters(self.compiled.settings):
+            # A value that is left at its default follows the base model, as one that is not set.
             value = restore_integers(parameters.get(parameter.name, parameter.default))
             if value != parameter.default:
                 typed[parameter.key] = value
@@ -138,15 +139,15 @@ def find_problem(compiled: ConfiguredRun, run: ConfiguredRun) -> str:
     for task, pod in run.plan.pods.items():
         limit = compiled.plan.pods[task].resources.memory_limit
         needed = pod.resources.memory_limit
-        if (
-            not limit
-            or not needed
-            or parse_resource_quantity(needed) <= parse_resource_quantity(limit)
-        ):
+        # A pod without a limit may use the whole node.
+        if not limit or not needed:
+            continue
+        if parse_resource_quantity(needed) <= parse_resource_quantity(limit):
             continue
         shortages.append(f"the pod of {task} would need {needed} of memory and has {limit}")
-        known = needed_by_role.get(pod.resource_role, "0")
-        needed_by_role[pod.resource_role] = max(known, needed, key=parse_resource_quantity)
+        # Several pods may have one role: the largest counts.
+        largest = needed_by_role.get(pod.resource_role, "0")
+        needed_by_role[pod.resource_role] = max(largest, needed, key=parse_resource_quantity)
     if not shortages:
         return ""
     flags = [f"--set cluster.{role}.memory={size}" for role, size in needed_by_role.items()]
@@ -157,11 +158,12 @@ def list_doubts(compiled: TaskPlan, plan: TaskPlan) -> list[str]:
     """List the pods whose memory may be too little: they have a limit, and it is not known what the
     run needs.
     """
-    return [
-        f"it is not known whether {compiled.pods[task].resources.memory_limit} are enough for {task}"
-        for task, pod in plan.pods.items()
-        if compiled.pods[task].resources.memory_limit and not pod.resources.memory_limit
-    ]
+    doubts: list[str] = []
+    for task, pod in plan.pods.items():
+        limit = compiled.pods[task].resources.memory_limit
+        if limit and not pod.resources.memory_limit:
+            doubts.append(f"it is not known whether {limit} of memory are enough for {task}")
+    return doubts
 
 
 def describe_shape(run: ConfiguredRun) -> JsonObject:
@@ -179,6 +181,7 @@ def describe_shape(run: ConfiguredRun) -> JsonObject:
 
 def _describe_pod(pod: PodPlan) -> JsonObject:
     """Describe a task's pod without what may differ between runs."""
+    # Memory may be less than was compiled, and is compared by itself.
     description = pod.model_dump(exclude={"parameters", "resources"})
     description["accelerators"] = pod.resources.accelerators
     return description
@@ -189,6 +192,7 @@ def find_changes(compiled: TaskPlan, plan: TaskPlan) -> dict[str, str]:
     of a stage, or options of the iterations. Null stands for one that is no longer set.
     """
     changes: dict[str, str] = {}
+    # JSON as a text: a STRUCT of KFP has no integers, and its metadata no nulls.
     for template, stage in compiled.stages.items():
         differences = _find_differences(stage.parameters, plan.stages[template].parameters)
         changes[name_changes(template)] = json.dumps(differences)
@@ -199,9 +203,9 @@ def find_changes(compiled: TaskPlan, plan: TaskPlan) -> dict[str, str]:
 
 
 def _find_differences(earlier: JsonMapping, later: JsonMapping) -> JsonObject:
-    """Return the entries of `later` that are not those of `earlier`."""
+    """Return the entries of `later` that are not those of `earlier`, sorted by name."""
     differences: JsonObject = {}
-    for name in [*later, *earlier]:
+    for name in sorted(later.keys() | earlier.keys()):
         if later.get(name) != earlier.get(name):
             differences[name] = later.get(name)
     return differences
@@ -256,18 +260,22 @@ def main(argv: Sequence[str]) -> int:
     @report_errors
     def configure_task() -> int:
         name = name_run(task.parameters)
+        # It becomes a folder of the store, and a part of names in Kubernetes.
         check_name(name, "run")
         store = str(task.parameters["store"])
+        # Both configurations are made by this release, so that only what was typed differs.
         pipeline = load_pipeline(options.pipeline, options.files)
         runs = RunSettings(pipeline, options.values)
         typed = runs.read_typed(task.parameters)
         run = runs.configure(typed)
         for line in list_doubts(runs.compiled.plan, run.plan):
             print(f"note: {line}", file=sys.stderr)
+        # Last, since it is the one check that leaves this pod.
         Store(store).check_writable()
         for key, value in typed.items():
             print(f"{key} = {value!r}", file=sys.stderr)
         print(f"the run is {store}/{name}", file=sys.stderr)
+        # The URL names the run to every later task.
         task.results = {URL: f"{store}/{name}"}
         task.results |= find_changes(runs.compiled.plan, run.plan)
         if run.plan.has_loop:

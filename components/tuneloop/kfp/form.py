@@ -67,6 +67,7 @@ def list_parameters(config: PipelineConfig) -> list[Parameter]:
         setting = described.find(key)
         problem = find_problem(config, key, setting)
         if problem:
+            # What people set first is the same list for all pipelines, and not all have all of it.
             if config.kfp.parameters:
                 raise UserError("kfp.parameters", key, f"{problem}: leave it out")
             continue
@@ -107,6 +108,7 @@ def is_open(config: PipelineConfig, key: str) -> bool:
     value does to the graph is checked again in the run (`configure.check_tasks`).
     """
     section, _, name = key.partition(".")
+    # Settings of no section are of the platform, unless stages take them as their parameters.
     if not name:
         return section == BASE_MODEL or section in RUN_SETTINGS
     if section == LOOP and isinstance(config, LoopPipelineConfig):

@@ -23,11 +23,13 @@ from kfp.dsl import HTML, Input, Metrics, Model, Output
 from tuneloop.config.explicit_values import find_explicit_values
 from tuneloop.config.loading import Pipeline, find_pipeline
 from tuneloop.core.component import Component
+from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp import template
 from tuneloop.kfp.configure import read_files
 from tuneloop.kfp.form import OTHERS, Parameter, list_fixed, list_parameters
 from tuneloop.kfp.loop import LoopTasks, Steps, iterations_step, select_parameters
+from tuneloop.kfp.register import AFTER, BEFORE
 from tuneloop.kfp.stage import CHANGES, TARGET, URL
 from tuneloop.kfp.task_plan import TaskPlan, name_changes, plan_tasks
 from tuneloop.kfp.template import REQUIRED, Signature, define_uncached_step, stage_step
@@ -80,6 +82,7 @@ def build_pipeline(
         descriptions[parameter.name] = parameter.description
 
     def create_tasks(*values: Any) -> None:
+        # Placeholders: kfp calls this once, when it compiles.
         arguments = dict(zip(signature, values))
         identity = {
             "store": arguments["store"],
@@ -128,10 +131,12 @@ def configure_step(
         kinds[parameter.name] = parameter.type
         descriptions[parameter.name] = parameter.description
     kinds[URL] = dsl.OutputPath(str)
+    # One for each task: KFP's cache knows a task again whose own settings are the same.
     for task in plan.configured:
         kinds[name_changes(task)] = dsl.OutputPath(str)
     if plan.has_loop:
         kinds[TARGET] = dsl.OutputPath(float)
+    # Only what was set, so that the rest follows what a user sets for a run.
     values = find_explicit_values(pipeline, config)
     flags = ["--pipeline", pipeline.name, "--values", _encode(values)]
     files = read_files(pipeline)
@@ -182,29 +187,49 @@ def build_steps(
 def _register_exports(
     steps: JsonObject, pipeline: str, specs: Sequence[StageSpec], config: Any
 ) -> None:
-    """Add a registration after each task whose stage exports a model."""
+    """Add a registration after each task whose stage exports a model.
+
+    With a gate it takes the first and the last evaluation that were created before it, which are
+    those before and after the training.
+    """
+    gate = config.kfp.gate
+    kinds: JsonObject = {"model": Input[Model]}
+    if gate:
+        kinds |= {BEFORE: Input[Metrics], AFTER: Input[Metrics]}
+    kinds |= {"registry": str, "model_name": str, "model_version": dsl.OutputPath(str)}
     register = define_uncached_step(
         "register",
         "Register the exported model.",
-        {
-            "model": Input[Model],
-            "registry": str,
-            "model_name": str,
-            "model_version": dsl.OutputPath(str),
-        },
+        kinds,
         {"registry": "address of the registry", "model_name": "of the registered model"},
         config.cluster,
         config.kfp,
     )
+    # In the order in which the graph is drawn.
+    evaluations: list[Any] = []
+
+    def note_evaluation(evaluate: template.Step, output: str) -> template.Step:
+        def step(name: str, **arguments: Any) -> dsl.PipelineTask:
+            task = evaluate(name, **arguments)
+            evaluations.append(task.outputs[output])
+            return task
+
+        return step
 
     def add_registration(export: template.Step, output: str) -> template.Step:
         def step(name: str, **arguments: Any) -> dsl.PipelineTask:
             task = export(name, **arguments)
+            inputs = {"model": task.outputs[output]}
+            if gate:
+                if len(evaluations) < 2:
+                    remedy = f"{name} has no evaluation before and after the training: leave it out"
+                    raise UserError("kfp.gate", True, remedy)
+                inputs |= {BEFORE: evaluations[0], AFTER: evaluations[-1]}
             register(
                 f"register-{name}",
-                model=task.outputs[output],
                 registry=config.kfp.model_registry,
                 model_name=pipeline,
+                **inputs,
             )
             return task
 
@@ -212,6 +237,8 @@ def _register_exports(
 
     for spec in specs:
         stage = spec.component
+        if stage.role == "evaluator":
+            steps[stage.template] = note_evaluation(steps[stage.template], stage.output)
         if stage.kind == "model":
             steps[stage.template] = add_registration(steps[stage.template], stage.output)
 

@@ -3,6 +3,9 @@
 ``kfp.model_registry`` is the address of a Kubeflow Model Registry (its
 api/openapi/model-registry.yaml, v1). A model whose digest is registered already is left as it is.
 Properties of a version name the artifacts it was made of.
+
+With ``kfp.gate`` the task takes the evaluations before and after the training, and registers only a
+model that is certainly better (`tuneloop.runs.gain`).
 """
 
 import sys
@@ -16,8 +19,12 @@ from tuneloop.kfp.api import NotThere, call_api
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import find_reason_to_skip
+from tuneloop.runs.gain import compare_scores, read_scores
 
 FIELD = "kfp.model_registry"
+BEFORE = "before"
+AFTER = "after"
+"""Inputs of the task: the evaluations before and after the training."""
 DIGITS = 12
 """Digits of the model's digest in a version's name."""
 
@@ -94,6 +101,14 @@ def main(argv: Sequence[str]) -> int:
     @report_errors
     def register_input() -> int:
         handle = task.inputs["model"]
+        if BEFORE in task.inputs:
+            scores = [read_scores(task.inputs[name]["ref"]) for name in (BEFORE, AFTER)]
+            gain = compare_scores(*scores)
+            print(gain, file=sys.stderr)
+            # A refusal is no failure: the run has done what it was asked for.
+            if not gain.is_certain:
+                task.results = {"model_version": f"nothing was registered: {gain}"}
+                return 0
         version = register_model(parameters["registry"], parameters["model_name"], handle)
         print(f"registered as {version}", file=sys.stderr)
         task.results = {"model_version": version}

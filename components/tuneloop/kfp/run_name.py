@@ -15,8 +15,10 @@ def name_run(parameters: JsonMapping) -> str:
             from which it is made. So a run that is retried keeps its name, and each run of a
             recurring one has its own.
     """
+    # A run that another one continues has the name of the first as its parameter.
     if parameters["run"]:
         return str(parameters["run"])
+    # As long as the name of a schedule, whose runs have as many digits.
     pipeline = str(parameters["pipeline"])[:SCHEDULE_LENGTH].rstrip("-")
     run_id = str(parameters["run_id"])
     return f"{pipeline}-{run_id.replace('-', '')[:DIGITS]}"

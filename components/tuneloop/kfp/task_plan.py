@@ -85,7 +85,10 @@ class TaskPlan:
     @property
     def configured(self) -> list[str]:
         """What the first task of a run configures: the stages, and the task of the iterations."""
-        return [*self.stages, *([POD] if self.iterations else [])]
+        names = list(self.stages)
+        if self.iterations:
+            names.append(POD)
+        return names
 
     @property
     def unlimited(self) -> list[PodPlan]:
@@ -139,6 +142,7 @@ def plan_tasks(
     for spec in specs:
         stage = plan_stage(spec.with_shared(shared), config.cluster, spec.accepted(wired))
         stages[stage.template] = stage
+    # Either one task runs the iterations, or each of their stages has a task.
     iterations: IterationsPlan | None = None
     inner: dict[str, StagePlan] = {}
     server: ServerPlan | None = None
@@ -289,6 +293,7 @@ def _estimate_memory(
     stages: dict[str, StagePlan] = {}
     for name, stage in plan.stages.items():
         engine = find_engine(stage, config.cluster)
+        # Such a stage holds what a server would.
         if engine:
             resources = _drop_limit(estimate(engine, [engine]).resources, stage.resources)
             stages[name] = stage.model_copy(update={"resources": resources})
@@ -315,6 +320,7 @@ def find_engine(stage: StagePlan, cluster: Cluster) -> ServerPlan | None:
         image=stage.image,
         resource_role=stage.resource_role,
         resources=plan_resources(stage.resource_role, cluster),
+        # Nothing listens.
         port=1,
         engine_args=stage.engine_args,
     )

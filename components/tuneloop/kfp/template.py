@@ -75,6 +75,7 @@ def stage_step(spec: StageSpec, plan: StagePlan, *, cluster: Cluster, kfp: Kfp) 
     flags: list[str] = []
     task_cluster = cluster
     if spec.nodes > 1:
+        # The launcher does not know the base model, from which memory is estimated.
         job_cluster = cluster
         if plan.resources.memory_limit:
             job_cluster = cluster.adjust_role(role, memory=plan.resources.memory_limit)

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from tests.compiling import compiled
+from tuneloop.core.artifacts import Draft
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.formats.rollouts import SAMPLES
+from tuneloop.kfp import register
 from tuneloop.kfp.register import register_model
 
 HANDLE = {
@@ -114,6 +119,57 @@ def test_a_registry_that_is_away_is_asked_again() -> None:
 def test_a_refusal_names_the_setting(registry: str) -> None:
     with pytest.raises(UserError, match=r"kfp\.model_registry"):
         register_model(registry, "", HANDLE)
+
+
+def commit_evaluation(url: str, scores: list[float]) -> dict[str, str]:
+    """Commit what `evaluate` would, and return its handle."""
+    draft = Draft(url)
+    rows = [{"id": str(number), "score": score} for number, score in enumerate(scores)]
+    pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES), draft.path / "samples.parquet")
+    return {"ref": f"{url}@{draft.commit(stage='evaluate', inputs={}, params={}).digest}"}
+
+
+@pytest.mark.parametrize("is_better", [False, True])
+def test_a_gate_lets_only_a_better_model_pass(
+    registry: str, tmp_path: Path, is_better: bool
+) -> None:
+    luck = [float(number % 3 == 0) for number in range(30)]
+    before = commit_evaluation(f"file://{tmp_path}/before", luck)
+    # By noise one prompt more is right.
+    after_scores = [1.0] * 30 if is_better else [1.0, 1.0, *luck[2:]]
+    after = commit_evaluation(f"file://{tmp_path}/after", after_scores)
+    handles = {"model": HANDLE, "before": before, "after": after}
+    output = tmp_path / "executor_output.json"
+    message = {
+        "inputs": {
+            "parameterValues": {"registry": registry, "model_name": "sft"},
+            "artifacts": {
+                name: {"artifacts": [{"metadata": handle}]} for name, handle in handles.items()
+            },
+        },
+        "outputs": {"parameters": {"model_version": {}}, "outputFile": str(output)},
+    }
+    assert register.main(["--executor-input", json.dumps(message)]) == 0
+    version = json.loads(output.read_text())["parameterValues"]["model_version"]
+    assert len(Registry.kept["versions"]) == is_better
+    noise = "nothing was registered: mean reward +0.033 on 30"
+    assert version.startswith("sft-0123456789ab" if is_better else noise)
+
+
+def test_a_gate_takes_the_evaluations_before_and_after(tmp_path: Path) -> None:
+    for pipeline in ("sft", "grpo"):
+        sets = ["kfp.model_registry=http://registry:8080", "kfp.gate=true"]
+        path = compiled(pipeline, sets, tmp_path / "gated.yaml")
+        spec = next(yaml.load_all(path.read_text(), yaml.CSafeLoader))
+        tasks = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+        inputs = tasks["register"]["inputs"]["artifacts"]
+        names = {
+            name: tasks[source["taskOutputArtifact"]["producerTask"]]["taskInfo"]["name"]
+            for name, source in inputs.items()
+        }
+        assert names == {"model": "export", "before": "evaluate-before", "after": "evaluate-after"}
+    with pytest.raises(UserError, match=r"kfp\.gate: True: is a condition of kfp.model_registry"):
+        compiled("sft", ["kfp.gate=true"], tmp_path / "refused.yaml")
 
 
 def test_the_registration_follows_the_export(tmp_path: Path) -> None:
