@@ -143,7 +143,7 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     )
 
     @model_validator(mode="after")
-    def _consistent(self) -> "PolicyGradient":
+    def _check_consistency(self) -> "PolicyGradient":
         low = self.vllm_importance_sampling_clip_min
         high = self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:

@@ -32,7 +32,7 @@ class Algorithm(grpo.Algorithm):
     )
 
     @model_validator(mode="after")
-    def _overlong(self) -> "Algorithm":
+    def _check_overlong(self) -> "Algorithm":
         if bool(self.max_completion_len) != bool(self.soft_punish_cache):
             raise ValueError("max_completion_len and soft_punish_cache must be set together")
         return self

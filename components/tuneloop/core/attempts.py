@@ -42,6 +42,8 @@ MORE_MEMORY = "TUNELOOP_MEMORY_ON_RETRY"
 previous attempt; the memory limit of later attempts, where it is higher than that of the first."""
 FIRST_WAIT_S = 10.0
 LONGEST_WAIT_S = 60.0
+"""Attempt `n` waits ``FIRST_WAIT_S * 2**n`` before it ends, the first one (0) not at all; at most the
+other."""
 RECORD = "attempts.json"
 FAILURE = "failure.json"
 FAILED = {"time": float, "message": str}

@@ -21,6 +21,8 @@ from typing import ParamSpec
 from tuneloop.core import disk_faults
 
 P = ParamSpec("P")
+# Exit codes of stages and commands: Argo's retry strategies, the local executor, KFP's tasks and
+# users' scripts tell by them what may be run again (docs/commands.md).
 EXIT_USER = 2
 EXIT_NOT_PROMOTED = 3
 # EX_TEMPFAIL of sysexits.h.

@@ -31,6 +31,7 @@ STOP_FRACTION = 0.25
 """The last fraction of a renewal's validity: a stage that reaches it without another renewal is
 asked to stop."""
 POLL_S = 0.2
+"""Seconds between two looks at the file of the lease. It is small, and on this node."""
 
 
 class Grant(BaseModel, frozen=True):

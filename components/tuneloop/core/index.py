@@ -34,6 +34,7 @@ REQUESTS = 32
 """Requests to an object store at a time."""
 DIGEST = "xxh3-128:"
 DIGEST_BYTES = 16
+"""Of the digest of 128 bits, with which a packed index begins."""
 
 
 class Index:

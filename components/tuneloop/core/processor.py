@@ -43,6 +43,7 @@ ONEDNN = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """oneDNN's variable and its old name. It reads them once, at the first primitive: after torch is
 imported is early enough."""
 PATIENCE_S = 60
+"""Seconds for the trial computation in a child process, which SIGALRM ends then."""
 # Of x86-64: the number of the system call, and its arguments (asm/prctl.h, asm/fpu/types.h).
 ARCH_PRCTL = 158
 REQUEST_PERMISSION = 0x1023

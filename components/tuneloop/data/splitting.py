@@ -24,7 +24,6 @@ from tuneloop.data.sizes import HELD_OUT, SPLITS, Size, Split
 
 PROMPT_SPLITS = ("train", "eval")
 DEMONSTRATION_SPLITS = ("sft", "sft_eval")
-PAIR_SPLITS = ("preference", "preference_eval")
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ MAX_BYTES = 2**24
 GRACE_S = 60
 """Seconds for running programs after SIGTERM."""
 KERNEL_LOG_BYTES = 2**17
+"""Bytes of the log that are read, its newest; the whole log of gVisor has a few lines."""
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """A string of JSON; the rest of the text where it does not end."""
 FRAME_BYTES = 512

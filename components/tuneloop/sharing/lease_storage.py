@@ -45,6 +45,7 @@ KEY = "queue.json"
 STORED_LEASES = ".leases"
 """The folder of all groups, below a store."""
 _REQUEST_TIMEOUT_S = 10
+"""Seconds for one request to the API server: a beat must not wait for a lost one, or the lease ends."""
 
 
 class KubernetesLease:

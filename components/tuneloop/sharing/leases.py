@@ -40,6 +40,7 @@ SAFE = 2 / 3
 BEATS = 6
 """The number of beats within `patience`."""
 _RELEASE_POLL_S = 0.2
+"""Seconds between two looks whether the stage asks for the release (`fencing.RELEASED`)."""
 log = logging.getLogger("tuneloop.leases")
 
 

@@ -20,6 +20,8 @@ PROGRAM = "cuda-checkpoint"
 VERSION = Path("/proc/driver/nvidia/version")
 _DRIVER = 570
 _DRIVER_OF_SHARED_MEMORY = 610
+"""The oldest versions of NVIDIA's driver that suspend one process, and several that share memory of a
+device."""
 _LOCK_TIMEOUT_MS = "10000"
 """The time for what the process still does on its devices."""
 

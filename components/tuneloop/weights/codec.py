@@ -32,6 +32,7 @@ Encoding = Literal["gap8-xor", "xor", "overwrite"]
 BLOCK = 1 << 21
 """Bytes a chunk: two chunks and the scratch memory stay in the cache of a core."""
 LEVEL = 1
+"""Of zstd. It changes the bytes of a publication, not those of the weights that are read from it."""
 _FEW_LONG_MATCHES = zstandard.ZstdCompressionParameters.from_level(
     LEVEL,
     min_match=7,

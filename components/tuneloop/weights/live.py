@@ -38,6 +38,7 @@ PULL: JsonObject = {
 """Field → type of the record of a pull; it may have more fields."""
 
 RENEW_S = 60.0
+"""Seconds after which a replica announces again what it serves (`inference/follower.py`)."""
 EXPIRY_S = 600.0
 """The time of ten missed announcements: a store's clock and ours may differ by minutes."""
 

@@ -226,7 +226,7 @@ def test_a_body_has_its_time_and_all_together_a_limit(
             return await http.post("/api/v1/optim_step", content=body)
 
     assert asyncio.run(post(b'{"a": "more than ten bytes"}')).status_code == 422
-    monkeypatch.setattr(app, "HELD", 10)
+    monkeypatch.setattr(app, "HELD_BYTES", 10)
     refused = asyncio.run(post(b'{"a": "more than ten bytes"}'))
     assert refused.status_code == 503 and "try again" in refused.json()["error"]
     monkeypatch.setattr(app, "BODY_S", 0.1)

@@ -196,7 +196,7 @@ def test_a_flood_of_tokens_makes_no_known_caller_wait(
         others = [asyncio.create_task(access.caller(f"other-{number}")) for number in range(100)]
         while server.asked < 4:
             await asyncio.sleep(0.01)
-        monkeypatch.setattr("tuneloop.extensions.gateway.access.REMEMBERED", 0.0)
+        monkeypatch.setattr("tuneloop.extensions.gateway.access.REMEMBERED_S", 0.0)
         assert await access.caller("known") and server.known == 2
         assert server.asked == 4 and not any(each.done() for each in others)
         server.decided.set()
@@ -210,8 +210,8 @@ def test_a_refused_token_is_asked_for_once_and_drives_out_no_caller(
 ) -> None:
     server, access = reviews
     server.decided.set()
-    monkeypatch.setattr("tuneloop.extensions.gateway.access.MOST", 2)
-    monkeypatch.setattr("tuneloop.extensions.gateway.access.REMEMBERED", 3600.0)
+    monkeypatch.setattr("tuneloop.extensions.gateway.access.MOST_ANSWERS", 2)
+    monkeypatch.setattr("tuneloop.extensions.gateway.access.REMEMBERED_S", 3600.0)
 
     async def ask() -> None:
         assert await access.caller("known")
@@ -225,7 +225,7 @@ def test_a_refused_token_is_asked_for_once_and_drives_out_no_caller(
         assert await access.caller("wrong") is None and server.asked == 5, (
             "more than two are not remembered"
         )
-        monkeypatch.setattr("tuneloop.extensions.gateway.access.REMEMBERED", 0.0)
+        monkeypatch.setattr("tuneloop.extensions.gateway.access.REMEMBERED_S", 0.0)
         assert await access.caller("wrong") is None and server.asked == 6
 
     asyncio.run(ask())
@@ -235,7 +235,7 @@ def test_who_would_wait_behind_too_many_tokens_is_to_try_again(
     reviews: tuple[ReviewServer, TokenReviews], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, access = reviews
-    monkeypatch.setattr("tuneloop.extensions.gateway.access.WAITING", 9)
+    monkeypatch.setattr("tuneloop.extensions.gateway.access.MOST_WAITING", 9)
 
     async def flood() -> None:
         others = [asyncio.create_task(access.caller(f"other-{number}")) for number in range(20)]

@@ -77,7 +77,7 @@ def test_samples_are_taken_together_and_given_back_in_order() -> None:
 
 
 def test_old_results_are_dropped_and_never_applied_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT", 3)
+    monkeypatch.setattr(module, "KEPT_RESULTS", 3)
     ledger = Ledger()
     ledger.open("m", 0)
     for number in range(6):
@@ -94,7 +94,7 @@ def test_requests_that_wait_for_one_that_never_comes_have_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else each would be kept with all that it carries; the one that they wait for is taken."""
-    monkeypatch.setattr(module, "KEPT", 3)
+    monkeypatch.setattr(module, "KEPT_RESULTS", 3)
     ledger = Ledger()
     ledger.open("m", 0)
     for number in range(1, 7):
@@ -108,14 +108,14 @@ def test_requests_that_wait_for_one_that_never_comes_have_a_limit(
 
 
 def test_results_that_were_fetched_go_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FETCHED", 0.0)
+    monkeypatch.setattr(module, "FETCHED_S", 0.0)
     ledger = Ledger()
     ledger.open("s")
     for name in ("fetched", "not yet"):
         ledger.submit("s", None, entry(name))
     work(ledger)
     assert ledger.future("s:1").result(0) == "fetched"
-    monkeypatch.setattr(module, "SWEEP", 0.0)
+    monkeypatch.setattr(module, "SWEEP_S", 0.0)
     assert ledger.submit("s", None, entry("next")) == "s:3"
     with pytest.raises(Refused, match="not known here"):
         ledger.future("s:1")

@@ -35,7 +35,7 @@ def session(tmp_path: Path) -> Session:
 def test_a_worker_computes_in_its_turn_and_sleeps_between(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LINGER", 0.05)
+    monkeypatch.setattr(module, "LINGER_S", 0.05)
     base = checkpoint_artifact(tmp_path / "base")
     place, other = str(tmp_path / "group"), open_lease_group(str(tmp_path / "group"), who="another")
     monkeypatch.setenv(fencing.VARIABLE, str(tmp_path / "lease.json"))
@@ -107,7 +107,7 @@ def test_a_worker_whose_gateway_was_killed_before_it_began_ends(tmp_path: Path) 
 def test_a_busy_worker_lets_others_have_their_turn(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SHARE", 0.0)
+    monkeypatch.setattr(module, "SHARE_S", 0.0)
     base, place = checkpoint_artifact(tmp_path / "base"), str(tmp_path / "group")
     session.create_model(CreateModel(base_model=base.ref))
     requests = [session.optim_step(OptimStep(model_id=MODEL)) for _ in range(5)]

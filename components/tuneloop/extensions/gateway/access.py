@@ -22,12 +22,12 @@ from tuneloop.core.server_token import create_token_file
 from tuneloop.inference.refusals import REFUSAL_S, Refused
 from tuneloop.kube.connection import read_api_message
 
-REMEMBERED = 30.0
+REMEMBERED_S = 30.0
 """Seconds for which an answer of the API server is cached; a token that is revoked meanwhile is
 still accepted."""
-MOST = 4096
+MOST_ANSWERS = 4096
 """The number of accepted tokens, and of refused tokens, whose answer is cached."""
-WAITING = 256
+MOST_WAITING = 256
 """The maximum number of unknown tokens that wait for the API server's answer."""
 PREFIX = "tml-"
 """Tinker's client library accepts a key with this prefix, or a JWT."""
@@ -103,14 +103,14 @@ class TokenReviews:
         for answers in (self._callers, self._refused):
             if key in answers:
                 answered_at, caller = answers[key]
-                if time_s - answered_at < REMEMBERED:
+                if time_s - answered_at < REMEMBERED_S:
                     return caller
         if key in self._callers:
             caller = await self._review_on_thread(token, self._caller_threads)
         else:
-            if self._unknown_waiting >= WAITING:
+            if self._unknown_waiting >= MOST_WAITING:
                 await anyio.sleep(REFUSAL_S)
-                problem = f"already {WAITING} tokens wait for the API server's answer"
+                problem = f"already {MOST_WAITING} tokens wait for the API server's answer"
                 raise Refused(503, f"{problem}; try again")
             self._unknown_waiting += 1
             try:
@@ -122,7 +122,7 @@ class TokenReviews:
         self._refused.pop(key, None)
         answers = self._callers if caller else self._refused
         answers[key] = (time_s, caller)
-        if len(answers) > MOST:
+        if len(answers) > MOST_ANSWERS:
             answers.pop(next(iter(answers)))
         return caller
 
@@ -133,7 +133,7 @@ class TokenReviews:
         """Return whether the caller may use the sessions of a namespace."""
         key = (caller, namespace)
         time_s = time.monotonic()
-        recent = {k: v for k, v in self._allowed.items() if time_s - v[0] < REMEMBERED}
+        recent = {k: v for k, v in self._allowed.items() if time_s - v[0] < REMEMBERED_S}
         if key not in recent:
             recent[key] = (time_s, self._ask(caller, namespace))
         self._allowed = recent

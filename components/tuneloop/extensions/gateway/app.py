@@ -40,12 +40,12 @@ from tuneloop.extensions.gateway.sessions import (
 from tuneloop.extensions.gateway.worker import HEADER, SESSION, TOKENS, VERSION
 from tuneloop.inference.refusals import Refused, create_app
 
-WAIT = 25.0
+START_WAIT_S = 25.0
 """Seconds that a request waits for a starting worker; then the client must retry."""
-PATIENCE = 90.0
+ANSWER_S = 90.0
 """Seconds within which a worker must answer: it answers a poll within 30, and queues requests that
 compute."""
-LOOK = 0.5
+LOOK_S = 0.5
 """Seconds between two looks at a session that is waited for."""
 PROXIED = (
     "create_model",
@@ -62,14 +62,14 @@ PROXIED = (
 )
 NAME_FIELDS = ("session_id", "model_id", "sampling_session_id", "request_id")
 """The fields by which a request may name its session."""
-SMALL = 2**20
-LARGE = 2**25
+OWN_BODY_BYTES = 2**20
+WORKER_BODY_BYTES = 2**25
 """Maximum bytes of a body: for the gateway itself, and for a worker (Tinker's client sends batches
 in 5 MB pieces)."""
-HELD = 2**27
+HELD_BYTES = 2**27
 """Maximum bytes of all bodies at a time; with the objects parsed from them they fit into the
 gateway's memory."""
-BIG = 2**16
+THREAD_BYTES = 2**16
 """Bytes of a body from which on it is searched on a thread, as other requests wait meanwhile."""
 BODY_S = 60.0
 """Seconds within which a body must arrive."""
@@ -82,7 +82,7 @@ NAMES = re.compile(
 """Finds a name of `NAME_FIELDS` in JSON: the name with its value, other strings, brackets.
 
 The pattern never backtracks."""
-LOOKED_AT = 2**22
+MOST_MATCHES = 2**22
 """The maximum number of matches, which takes seconds. A batch of Tinker's client has at most one in
 eight bytes."""
 DEPTHS = {b"{": 1, b"[": 1, b"}": -1, b"]": -1}
@@ -129,7 +129,7 @@ class Gateway:
         # Callers poll for results, each over a connection of its own.
         # Workers are in the same network, so no proxy is asked.
         limits = httpx2.Limits(max_connections=None)
-        self.http = httpx2.AsyncClient(timeout=PATIENCE, limits=limits, trust_env=False)
+        self.http = httpx2.AsyncClient(timeout=ANSWER_S, limits=limits, trust_env=False)
         self.held_bytes = 0
         self.bytes = Meter()
         self.tokens = Meter()
@@ -232,7 +232,7 @@ class Gateway:
         await asyncio.to_thread(self._split_id, caller, id)
         if id in self._running:
             return self._running[id]
-        deadline = time.monotonic() + WAIT
+        deadline = time.monotonic() + START_WAIT_S
         while True:
             session = await asyncio.to_thread(self.get, caller, id)
             if session.phase not in ALIVE:
@@ -243,7 +243,7 @@ class Gateway:
                 return session
             if time.monotonic() > deadline:
                 raise Refused(503, f"session {id} is {session.phase}: {session.reason}; try again")
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(LOOK_S)
 
     async def forward(
         self,
@@ -345,12 +345,12 @@ def _check_body(gateway: Gateway, caller: Caller, size: int, added: int, limit: 
     gateway.bytes.count(caller.user, added)
     if size > limit:
         raise Refused(413, f"the body has more than {limit} bytes; send less at a time")
-    if gateway.held_bytes > HELD:
+    if gateway.held_bytes > HELD_BYTES:
         raise Refused(503, "other requests use all memory for bodies; try again")
 
 
-Small = Annotated[bytes, Depends(_at_most(SMALL))]
-Large = Annotated[bytes, Depends(_at_most(LARGE))]
+Small = Annotated[bytes, Depends(_at_most(OWN_BODY_BYTES))]
+Large = Annotated[bytes, Depends(_at_most(WORKER_BODY_BYTES))]
 
 
 def build_app(gateway: Gateway) -> FastAPI:
@@ -419,7 +419,7 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
         return await forward(request, caller, sampling, b"")
 
     async def forward_named(request: Request, body: Large, caller: Authenticated) -> Response:
-        if len(body) < BIG:
+        if len(body) < THREAD_BYTES:
             name = _find_name(request, body)
         else:
             async with gateway.searching:
@@ -453,7 +453,7 @@ def _find_name(request: Request, body: bytes) -> str:
     if request.headers.get("content-type", "").startswith(wire.PROTOBUF):
         return wire.read_address(body)[0]
     depth = 0
-    for match in itertools.islice(NAMES.finditer(body), LOOKED_AT):
+    for match in itertools.islice(NAMES.finditer(body), MOST_MATCHES):
         # A name inside of another object is not the request's.
         if depth == 1 and match[1]:
             name = _parse_json(match[1])

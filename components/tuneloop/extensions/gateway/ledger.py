@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 from tuneloop.inference.refusals import Refused
 
-KEPT = 4096
+KEPT_RESULTS = 4096
 """The number of results of a stream that are kept; a client fetches each within seconds. As many
 requests may wait."""
-FETCHED = 300.0
-UNFETCHED = 3600.0
+FETCHED_S = 300.0
+UNFETCHED_S = 3600.0
 """Seconds for which a result is kept: after it was last sent, as it may be lost, and after it was
 computed."""
-SWEEP = 60.0
+SWEEP_S = 60.0
 """Seconds between two searches for expired results."""
 
 
@@ -74,8 +74,8 @@ class Stream:
         self.entries = {n: entry for n, entry in self.entries.items() if entry.until > time_s}
 
     def drop_oldest(self) -> None:
-        """Drop the first results of more than `KEPT`; a request that is not done stays."""
-        while len(self.entries) > KEPT:
+        """Drop the first results of more than `KEPT_RESULTS`; a request that is not done stays."""
+        while len(self.entries) > KEPT_RESULTS:
             oldest = min(self.entries)
             if not self.entries[oldest].future.done():
                 break
@@ -139,7 +139,7 @@ class Ledger:
 
     def _sweep(self) -> None:
         time_s = time.monotonic()
-        if time_s - self._swept >= SWEEP:
+        if time_s - self._swept >= SWEEP_S:
             self._swept = time_s
             for stream in self._streams.values():
                 stream.drop_expired(time_s)
@@ -155,12 +155,12 @@ class Ledger:
             raise Refused(503, f"{stream_name}: its session is ending; {remedy}")
         # The next one in order is accepted, or those that wait for it would never end.
         count = len(stream.entries)
-        if count >= 2 * KEPT and number != stream.following:
+        if count >= 2 * KEPT_RESULTS and number != stream.following:
             problem = f"{count} requests or results are waiting; try again later"
             raise Refused(503, f"{stream_name}: {problem}")
 
     def future(self, request: str) -> Future[Any]:
-        """Return a request's future; a finished result is kept for `FETCHED` s from now on.
+        """Return a request's future; a finished result is kept for `FETCHED_S` from now on.
 
         Raises Refused (404) if the request is not known, or its result has expired.
         """
@@ -172,7 +172,7 @@ class Ledger:
                 raise Refused(404, f"{request} is not known here, or its result has expired")
             # The answer may be lost, so it is kept for a repeated request.
             if entry.future.done():
-                entry.until = time.monotonic() + FETCHED
+                entry.until = time.monotonic() + FETCHED_S
                 entry.fetched = True
             return entry.future
 
@@ -217,7 +217,7 @@ class Ledger:
         # A batch of training data has megabytes, and the result is kept for an hour.
         entry.work = _refuse_work
         entry.request = None
-        entry.until = time.monotonic() + UNFETCHED
+        entry.until = time.monotonic() + UNFETCHED_S
         if error is not None:
             entry.future.set_exception(error)
         else:

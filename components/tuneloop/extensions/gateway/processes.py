@@ -27,8 +27,9 @@ from tuneloop.inference.refusals import Refused
 from tuneloop.local import spawn
 from tuneloop.local.processes import Process, ProcessServer, base_environment, end_process
 
-GRACE = 10.0
-KEPT = 3600.0
+GRACE_S = 10.0
+"""Seconds from the signal to end until a process is killed."""
+LISTED_S = 3600.0
 """Seconds for which an ended session is still listed."""
 
 
@@ -149,7 +150,7 @@ class Processes:
         sessions: list[Session] = []
         for name, child in list(self.children.items()):
             is_gone = child.ending and child.process.poll() is not None
-            if is_gone or time.monotonic() - child.ended > KEPT:
+            if is_gone or time.monotonic() - child.ended > LISTED_S:
                 self.children.pop(name, None)
             elif child.session.request.namespace == namespace:
                 sessions.append(self._look(child))
@@ -170,7 +171,7 @@ class Processes:
         """Start or end the server that all sessions share."""
         runs = self.sampler is not None and not self.sampler.ended.is_set()
         if self.sampler and runs and not replicas:
-            end_process(self.sampler, GRACE)
+            end_process(self.sampler, GRACE_S)
         elif replicas and not runs and self.settings.sampler and not self.closing:
             command = [
                 sys.executable,
@@ -185,7 +186,7 @@ class Processes:
             log = self.logs / "sampler.log"
             self.sampler = self.starter.start(command, environment, self.logs, log, log)
 
-    def close(self, number: int = signal.SIGINT, grace_s: float = GRACE) -> None:
+    def close(self, number: int = signal.SIGINT, grace_s: float = GRACE_S) -> None:
         """End all sessions, and accept no new one."""
         self.closing = True
         processes = [child.process for child in list(self.children.values())]

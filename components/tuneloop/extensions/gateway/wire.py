@@ -19,6 +19,7 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 
 SCHEMA = Path(__file__).with_name("tinker.textproto")
 PROTOBUF = "application/x-protobuf"
+# Values of ``dtype`` in the schema.
 FLOAT32 = 1
 INT64 = 2
 DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}

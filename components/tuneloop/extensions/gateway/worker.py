@@ -67,11 +67,11 @@ TOKENS = "X-Tokens"
 has used."""
 VERSION = "X-Weight-Version"
 HEALTH = "/health"
-POLL = 30.0
+POLL_S = 30.0
 """Seconds that `retrieve_future` waits; the client library waits 45."""
-LINGER = 0.5
+LINGER_S = 0.5
 """Seconds without a request after which the lease is released."""
-SHARE = 10.0
+SHARE_S = 10.0
 """Seconds after which the lease is released despite further requests, if another run waits for
 it."""
 
@@ -175,7 +175,7 @@ class Worker:
         done = asyncio.wrap_future(future)
         # Without a callback asyncio warns of an error that nobody has read.
         done.add_done_callback(lambda finished: finished.exception())
-        await asyncio.wait([done], timeout=POLL)
+        await asyncio.wait([done], timeout=POLL_S)
         if not future.done():
             status = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return JSONResponse(status, 408)
@@ -299,7 +299,7 @@ class Worker:
                 continue
             try:
                 with self._hold_lease() as lease:
-                    shared_until = time.monotonic() + SHARE
+                    shared_until = time.monotonic() + SHARE_S
                     while entries:
                         if lease:
                             lease.check()
@@ -308,8 +308,8 @@ class Worker:
                         if self.lease_group and time.monotonic() > shared_until:
                             if self.lease_group.read().waiting:
                                 break
-                            shared_until = time.monotonic() + SHARE
-                        entries = ledger.take(LINGER)
+                            shared_until = time.monotonic() + SHARE_S
+                        entries = ledger.take(LINGER_S)
             except Retryable as lost:
                 # The requests were not begun.
                 log.warning("%s; requests the lease again", lost)

@@ -45,6 +45,7 @@ POLL_S = 0.2
 FIRST_PAUSE_S = 0.02
 """Seconds before the first retry; they double after each round over all URLs."""
 MAX_DOUBLINGS = 20
+"""Keeps the power of two small; the pause has its limit long before."""
 ROUNDING = 1e-3
 """Log-probabilities may exceed 0 by this much, in nats: half precision does not sum to 1."""
 Result = TypeVar("Result")

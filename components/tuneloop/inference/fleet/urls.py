@@ -12,6 +12,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.inference.fleet import Fleet, Worker, port_of
 
 CONNECT_S = 5.0
+"""Seconds to connect: a worker that does not accept by then counts as gone."""
 
 
 class Urls:

@@ -32,6 +32,7 @@ ROUNDED = sympy.Float("1.5e-6")
 LARGEST = 1e5
 """The largest decimal exponent that is computed; of a larger number the writing is compared."""
 MOST_OPERATIONS = 400
+"""Of an expression that is computed; of a longer one the writing is compared."""
 POINTS = (sympy.Rational(7312, 9973), sympy.Rational(23981, 7919), sympy.Rational(-13711, 9001))
 """Where expressions with variables are compared: no value of theirs is special."""
 DECIMAL = re.compile(r"\d*\.\d+")

@@ -56,6 +56,7 @@ LEAST_MEMORY = 1 << 26
 HINDERED = 10
 """How many times its seconds a program may take by the clock, while it waits for a processor."""
 READ_BYTES = 1 << 16
+"""As much as a pipe of Linux holds."""
 KINDS_BY_CODE: dict[int, Kind] = {
     0: "done",
     MEMORY: "memory",
