@@ -237,6 +237,7 @@ def _is_of_writer(error: BaseException) -> bool:
 
 
 def _read_text(text: str, path: str = "", *, is_worded: bool = True) -> Refusal | None:
+    """Find a fault that a text tells of; `is_worded`: also by words that other errors may have."""
     for fault in FAULTS:
         match = fault.certain.search(text)
         if match is None and is_worded:

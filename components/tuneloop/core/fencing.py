@@ -145,6 +145,9 @@ def watch_lease() -> Iterator[None]:
 
 
 def _watch(finished: threading.Event) -> None:
+    """Look at the lease on a thread until the stage has `finished`: ask it to stop in time, and end this
+    process once the lease is over or lost.
+    """
     is_stopping = False
     while not finished.wait(POLL_S):
         try:

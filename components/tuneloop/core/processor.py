@@ -107,6 +107,7 @@ def find_answer() -> tuple[Answer, str]:
 
 @functools.cache
 def _find_here() -> tuple[Answer, str]:
+    """Try a product on this processor, once a process; the answer and its reason."""
     if not advertises_amx():
         return "good", "no AMX is advertised"
     number = try_product()

@@ -1,7 +1,8 @@
 """Warm-ups that take the whole training: the learning rate never reaches its value.
 
-A number of steps is known only where a user sets it. Of training in epochs the warm-up is at most a
-tenth of the steps (`tuneloop.training.delegation`), so there is nothing to find.
+It looks at stages for which a user has set the number of steps. Where epochs are set instead, the
+number of steps depends on the data, and the warm-up is at most a tenth of it
+(`tuneloop.training.delegation`), so there is nothing to find.
 
 `planning/limits.py` prints what is found as a note.
 """

@@ -90,6 +90,7 @@ def _names_another(remainder: str) -> bool:
 
 
 def _find_text(text: str, choices: Sequence[str]) -> str | None:
+    """Find the letter of the one choice whose text this is."""
     folded = text.casefold().strip(" .")
     letters = [
         letter

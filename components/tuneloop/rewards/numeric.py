@@ -1,10 +1,11 @@
 r"""Mathematical equality: ``\frac{1}{2}``, ``0.5`` and ``50\%`` are the same answer.
 
 The gold answer is taken as its data set states it (``3\sqrt{13}``, ``$x^2$``, ``\boxed{4}``,
-``(-\infty, 3]``, ``5 \text{ cm}``, ``\text{Tuesday}``, ``1,234``), and sets the form: see
-`tuneloop.rewards.answers.comparison`. The final answer of a completion is its last box, else its
-last "The answer is …" or ``#### …``, else all of it or the last expression in it. A completion
-that states two answers has none. docs/rewards.md lists what is the same answer, and what is not.
+``(-\infty, 3]``, ``5 \text{ cm}``, ``\text{Tuesday}``, ``1,234``). It decides how the
+answer is compared: as a number, an interval, a word, … (`tuneloop.rewards.answers.comparison`). The
+final answer of a completion is its last box, else its last "The answer is …" or ``#### …``, else all
+of it or the last expression in it. A completion that states two answers has none. docs/rewards.md
+lists what is the same answer, and what is not.
 """
 
 import functools

@@ -20,9 +20,9 @@ def find_changed_settings(
 ) -> list[str]:
     """Compare settings with those that a run was started with, and return the keys that differ.
 
-    Before its loop's first version a failed run may be continued with other settings: the stages
-    refuse those that do not fit their committed outputs. After that, a change could leave
-    iterations behind that are no longer part of the run.
+    Before the first iteration of its loop has committed a version, a failed run may be continued
+    with other settings: the stages refuse those that do not fit their committed outputs. After
+    that, a change could leave iterations behind that are no longer part of the run.
 
     Args:
         run: it was started on this machine.

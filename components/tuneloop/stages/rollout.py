@@ -42,6 +42,7 @@ def _check_rounds(size: int | None, info: ValidationInfo) -> int | None:
 
 
 def _check_oversampling(size: int | None, info: ValidationInfo) -> int | None:
+    """Check how many groups are sampled at a time, beside the fields that come before it."""
     batch_size = info.data.get("prompts_per_iteration")
     is_carrying = bool(info.data.get("carry_after"))
     if is_carrying and not size:

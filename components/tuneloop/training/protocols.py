@@ -1,5 +1,7 @@
-"""What loops and measurements ask of a trainer, so that another class can take its place. Ours are
-`training/fsdp/policy.py` and `training/fsdp/trainer.py`.
+"""The methods of a policy and of a trainer that training loops and measurements call.
+
+`training/fsdp/policy.py` and `training/fsdp/trainer.py` have the classes that stages use. Another
+class with these methods can take their place.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -48,7 +48,8 @@ def write_gguf(model: Path, target: Path, description: str) -> None:
     settings["dtype"] = " ".join(sorted(dtypes))
     settings |= _describe_tokenizer(tokenizer)
     for name, supported in _RULES["supported"].items():
-        # A setting that config.json leaves out has its default, which comes first.
+        # config.json may leave a setting out. transformers then takes its default, which gguf.toml
+        # lists first.
         value = settings.get(name, supported[0])
         if value not in supported:
             choices = ", ".join(map(str, supported))

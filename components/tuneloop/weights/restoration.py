@@ -49,10 +49,10 @@ def plan_restoration(chain: Chain, target: int, current: int | None = None) -> P
         Corrupt: no full version is left below it, or an index is damaged.
     """
     entry = chain.entry(target)
-    # The deltas from the entry that the walk is at to the target, last one first.
+    # The deltas that lead from `version_entry` to the target, last one first.
     steps: list[Entry] = []
     from_full: Plan | None = None
-    # An entry, and the delta that leads to it from its base; None where no delta is stored.
+    # `step` is the delta that leads to `version_entry` from its base; None where no delta is stored.
     for step, version_entry in chain.walk_back(target):
         if version_entry.version == current:
             in_place = Plan(entry, current, None, steps[::-1])
@@ -77,7 +77,8 @@ def plan_restoration(chain: Chain, target: int, current: int | None = None) -> P
 
 
 def open_base(full: Entry, base: Path | None) -> Store:
-    """Open the directory `base`, which has to hold the weights that the version `full` only names.
+    """Open the directory `base`, which has to hold the weights of the version `full`, of which
+    the root has the digest alone.
 
     Raises:
         UserError: it holds others, or none was given.

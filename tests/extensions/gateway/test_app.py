@@ -175,7 +175,7 @@ def test_the_name_in_a_body_is_found_and_nothing_else_is_parsed() -> None:
             _find_name(json_body, body)
         assert caught.value.status == 422
     proto = SimpleNamespace(headers={"content-type": wire.PROTOBUF})
-    message = wire._messages()["ForwardBackwardRequest"](model_id="s.1:train:0")
+    message = wire._load_messages()["ForwardBackwardRequest"](model_id="s.1:train:0")
     assert _find_name(proto, message.SerializeToString() + b"\x1a\x00" * 2**22) == "s.1:train:0"
 
 

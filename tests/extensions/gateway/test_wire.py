@@ -47,11 +47,11 @@ def test_what_is_no_text_is_refused() -> None:
 
 def test_bytes_that_do_not_fit_are_refused() -> None:
     def asked(tokens: bytes, dense: bytes, *shape: int) -> bytes:
-        message = wire._messages()["ForwardBackwardRequest"](model_id="m", seq_id=1)
+        message = wire._load_messages()["ForwardBackwardRequest"](model_id="m", seq_id=1)
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = tokens
         datum.loss_fn_inputs["weights"].CopyFrom(
-            wire._messages()["Tensor"](dense=dense, dtype=wire.FLOAT32, shape=shape)
+            wire._load_messages()["Tensor"](dense=dense, dtype=wire.FLOAT32, shape=shape)
         )
         return bytes(message.SerializeToString())
 

@@ -161,7 +161,7 @@ def test_a_refused_request_takes_its_number(session: Session, tmp_path: Path) ->
     base = checkpoint_artifact(tmp_path / "base")
     session.create_model(CreateModel(base_model=base.ref))
     proto = {"content-type": wire.PROTOBUF}
-    about = wire._messages()["ForwardBackwardRequest"](model_id=MODEL, seq_id=4)
+    about = wire._load_messages()["ForwardBackwardRequest"](model_id=MODEL, seq_id=4)
     about.data.add().model_input.add()  # neither text nor anything else
     worker = Worker(session, "key")
     worker.thread.start()

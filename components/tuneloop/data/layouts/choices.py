@@ -60,8 +60,11 @@ def _make_question(question: str, choices: list[str], letter: str) -> Example:
 
 
 def _find_letter(answer: object, choices: list[str]) -> str:
-    """Find the letter of the choice that an answer names by its number, from 0, or its letter. Raises
-    BadValue: it is neither. The text of a choice is not compared."""
+    """Find the letter of the choice that an answer names by its number, from 0, or its letter.
+
+    The text of a choice is not compared. Raises BadValue, by which the row is refused: it is
+    neither.
+    """
     letters = string.ascii_uppercase[: len(choices)]
     # CSV has numbers as text.
     if isinstance(answer, str) and answer.isdigit():

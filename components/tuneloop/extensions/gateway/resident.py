@@ -191,7 +191,7 @@ class Resident:
             remedy = "all gradients are dropped; send them again"
             raise UserError("optim_step", self.version, f"{problem}: {remedy}")
         # Tinker's client sends the options with every step, as it schedules the learning rate.
-        trainer.optimization = _optimization(adam)
+        trainer.optimization = _read_optimization(adam)
         for group in trainer.optimizer.param_groups:
             group["betas"] = (adam.beta1, adam.beta2)
             group["eps"] = adam.eps
@@ -289,7 +289,7 @@ class Resident:
         # Two trainers may not fit into memory. All of the checkpoint was verified before.
         self.__dict__.pop("trainer", None)
         torch.manual_seed(self.seed)
-        trainer = Trainer(directory, self.ranks, _optimization(AdamParams()), lora=self.lora)
+        trainer = Trainer(directory, self.ranks, _read_optimization(AdamParams()), lora=self.lora)
         trainer.base = base
         checkpoint.load_masters(trainer, base)
         if state_directory and state is not None:
@@ -470,7 +470,7 @@ def _adapters(policy: Artifact) -> Lora | None:
     return Lora.model_validate(state.lora) if state and state.lora else None
 
 
-def _optimization(adam: AdamParams) -> Optimization:
+def _read_optimization(adam: AdamParams) -> Optimization:
     return Optimization(
         adam.learning_rate,
         "constant",

@@ -50,7 +50,7 @@ def read_address(body: bytes) -> tuple[str, int | None]:
     requests.
     """
     # This message has no other fields, so their megabytes are skipped.
-    address = _parse(body, "Named")
+    address = _parse_request(body, "Named")
     return address.model_id, address.seq_id or None
 
 
@@ -59,7 +59,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
 
     Raises UserError for any other bytes, images, sound or sparse tensors.
     """
-    message = _parse(body)
+    message = _parse_request(body)
     config: dict[str, float] = {}
     for name, value in message.loss_fn_config_v2.items():
         if value.text:
@@ -76,13 +76,13 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
 
 
 def _datum(message: Any) -> Datum:
-    inputs = {name: _dense(name, tensor) for name, tensor in message.loss_fn_inputs.items()}
-    return Datum(_tokens(message.model_input), inputs)
+    inputs = {name: _read_tensor(name, tensor) for name, tensor in message.loss_fn_inputs.items()}
+    return Datum(_read_tokens(message.model_input), inputs)
 
 
 def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
     """Encode a ``ForwardBackwardOutput``: float32 ``[positions]`` of each datum."""
-    message = _messages()["ForwardBackwardOutput"](
+    message = _load_messages()["ForwardBackwardOutput"](
         loss_fn_output_type="ArrayRecord",
         metrics=dict(metrics),
     )
@@ -102,7 +102,7 @@ def write_samples(
     prompt_logprobs: Sequence[float] | None,
 ) -> bytes:
     """Encode a ``SampleResponse`` from its JSON form."""
-    message = _messages()["SampleResponse"]()
+    message = _load_messages()["SampleResponse"]()
     for sequence in sequences:
         message.sequences.add(
             stop_reason=int(sequence["stop_reason"] == "length"),
@@ -117,17 +117,17 @@ def write_samples(
     return bytes(message.SerializeToString())
 
 
-def _parse(body: bytes, kind: str = "ForwardBackwardRequest") -> Any:
+def _parse_request(body: bytes, kind: str = "ForwardBackwardRequest") -> Any:
     from google.protobuf.message import DecodeError
 
     try:
-        return _messages()[kind].FromString(body)
+        return _load_messages()[kind].FromString(body)
     except DecodeError as error:
         problem = f"is not a ForwardBackwardRequest ({error})"
         raise UserError("body", f"{len(body)} bytes", problem) from error
 
 
-def _tokens(chunks: Sequence[Any]) -> list[int]:
+def _read_tokens(chunks: Sequence[Any]) -> list[int]:
     # To leave out an image would train on another prompt than was sent.
     if not all(chunk.HasField("encoded_text") for chunk in chunks):
         raise UserError("model_input", "image or sound", "only token ids are known here")
@@ -140,7 +140,7 @@ def _tokens(chunks: Sequence[Any]) -> list[int]:
         raise UserError("model_input", "tokens", f"are not int32 ({error})") from error
 
 
-def _dense(name: str, tensor: Any) -> np.ndarray:
+def _read_tensor(name: str, tensor: Any) -> np.ndarray:
     if tensor.dtype not in DTYPES:
         raise UserError(f"loss_fn_inputs.{name}", tensor.dtype, "is neither float32 nor int64")
     dtype = DTYPES[tensor.dtype]
@@ -157,7 +157,7 @@ def _dense(name: str, tensor: Any) -> np.ndarray:
 
 
 @functools.cache
-def _messages() -> JsonObject:
+def _load_messages() -> JsonObject:
     """Create a class for each message of `SCHEMA`.
 
     They are in a pool of their own, as the client library, which has the same names, may be loaded.

@@ -12,7 +12,7 @@ from tuneloop.inference.fleet import Fleet, Worker, port_of
 
 
 class Dns:
-    """See the module."""
+    """The workers behind a Service without an address of its own, one for each of its addresses."""
 
     endpoint = None
 

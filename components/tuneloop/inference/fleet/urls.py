@@ -16,7 +16,7 @@ CONNECT_S = 5.0
 
 
 class Urls:
-    """See the module."""
+    """Workers by their URLs; those that accept no connection are left out."""
 
     endpoint = None
 

@@ -95,6 +95,7 @@ def _fold(text: str) -> str:
 
 
 def _is_same_value(gold: Value, candidate: Value) -> bool:
+    """Return whether numbers are the same, of the same unit, in percent or not."""
     if gold.unit and candidate.unit and gold.unit != candidate.unit:
         return False
     scales = [sympy.S.One]

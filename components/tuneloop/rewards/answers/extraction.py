@@ -118,6 +118,7 @@ def _match_braces(text: str) -> dict[int, int]:
 
 
 def _find_last_boxes(text: str) -> str | None:
+    """Find the content of the last box, or of several that are joined ("… and …")."""
     boxes = list(iterate_boxes(text))
     if not boxes:
         return None
@@ -140,6 +141,7 @@ def _are_joined(text: str, start: int, end: int) -> bool:
 
 
 def _find_last_statement(text: str) -> str | None:
+    """Find what the last "The answer is …" or ``#### …`` states."""
     text = text[-TAIL:]
     statements = list(STATED.finditer(text))
     if not statements:

@@ -168,6 +168,9 @@ def read_answer(text: str) -> Form:
 
 
 def _read(text: str, depth: int) -> Form:
+    """Read the form of a text by the first of `READERS` that knows it; `depth`: how many forms may lie in
+    one another.
+    """
     text = text.strip()
     if not text or depth == 0:
         return Writing(remove_spaces(text))

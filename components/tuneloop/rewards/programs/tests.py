@@ -126,6 +126,7 @@ def read_tests(metadata: JsonMapping) -> Tests:
 
 
 def _read_check(metadata: JsonMapping, prelude: str, prompt: str) -> Tests:
+    """Read tests in the form of HumanEval: ``test`` defines ``check``, which calls ``entry_point``."""
     test = _get_text(metadata, "test")
     entry_point = metadata.get("entry_point")
     if not isinstance(entry_point, str) or not entry_point.isidentifier():

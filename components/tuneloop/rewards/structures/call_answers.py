@@ -62,6 +62,7 @@ def read_gold_calls(answer: str) -> list[GoldCall] | None:
 
 
 def _read_gold_call(call: Any) -> GoldCall:
+    """Read a gold call in the form of OpenAI (name and arguments) or BFCL (name: values that are right)."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]
     match call:

@@ -73,6 +73,9 @@ def parse_calls(completion: str, parameters: Mapping[str, Sequence[str]]) -> lis
 
 
 def _parse_text(text: str, parameters: Mapping[str, Sequence[str]]) -> list[Call]:
+    """Parse calls in the format of any known model family; `parameters`: function → names, for calls by
+    position.
+    """
     tagged = _take_tagged(text)
     if tagged:
         return [call for block in tagged for call in _parse_tagged(block)]
