@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from safetensors.torch import load_file
+from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
 from tests.making import checkpoint_artifact
+from tests.models import write_model
 from tuneloop.formats.token_files import Document
 from tuneloop.training.fsdp.policy import open_model
 from tuneloop.training.fsdp.ranks import Ranks
@@ -82,11 +86,7 @@ def test_what_is_no_number_stays() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_measurement_sees_what_is_written(tmp_path: Path, lora: Lora | None, dtype: str) -> None:
     source = checkpoint_artifact(tmp_path / "base").part("model")
-    trainer = Trainer(source, Ranks("cpu"), OPTIMIZATION, lora=lora)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in trainer.trainable.values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+    trainer = open_changed_trainer(source, lora)
     before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     trainer.export(source, tmp_path / "written", dtype)
     written = open_model(tmp_path / "written", torch.float32, "auto")
@@ -104,3 +104,64 @@ def test_a_measurement_sees_what_is_written(tmp_path: Path, lora: Lora | None, d
                 if is_target
             ]
     assert measured.tolist() == pytest.approx(expected, abs=2e-6)
+
+
+def test_modules_that_a_model_keeps_in_float32_are_neither_rounded_nor_written_otherwise(
+    tmp_path: Path,
+) -> None:
+    # The router of a mixture of experts, and norms that a class keeps where float16 is asked for.
+    ernie = write_ernie(tmp_path / "ernie")
+    gpt_oss = write_model("gpt_oss", tmp_path / "gpt_oss")
+    cases = (
+        (ernie, "bfloat16", "mlp.gate.weight"),
+        (gpt_oss, "float16", "input_layernorm.weight"),
+    )
+    for source, dtype, kept in cases:
+        trainer = open_changed_trainer(source, None)
+        target = tmp_path / f"{source.name}-written"
+        trainer.export(source, target, dtype)
+        written = open_model(target, torch.float32, "auto").state_dict()
+        with trainer.frozen(), trainer.rounded(dtype):
+            for name, value in trainer.model.state_dict().items():
+                assert torch.equal(value, written[name]), name
+        tensors = load_file(target / "model.safetensors")
+        state = trainer.model.state_dict()
+        kept_names = [name for name in tensors if name.endswith(kept)]
+        assert kept_names
+        for name in kept_names:
+            assert tensors[name].dtype == torch.float32
+            assert torch.equal(tensors[name], state[name])
+            assert not torch.equal(state[name], state[name].to(getattr(torch, dtype)).float())
+        rounded = [name for name in tensors if name.endswith("q_proj.weight")]
+        assert {str(tensors[name].dtype) for name in rounded} == {f"torch.{dtype}"}
+
+
+def write_ernie(directory: Path) -> Path:
+    """Write a small ERNIE 4.5 with experts, whose class keeps the router in float32."""
+    config = Ernie4_5_MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_layer_start_index=1,
+        moe_layer_end_index=1,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    Ernie4_5_MoeForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def open_changed_trainer(source: Path, lora: Lora | None) -> Trainer:
+    """Open a trainer whose parameters are none that a dtype of two bytes has."""
+    trainer = Trainer(source, Ranks("cpu"), OPTIMIZATION, lora=lora)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.trainable.values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+    return trainer

@@ -51,14 +51,14 @@ def write_sharded_model(
 
     Args:
         state: the model's names and values, sharded or (buffers) whole; tied ones are left out.
-        dtype: of floating parameters in the files.
+        dtype: of floating parameters in the files, but of those that the model keeps in float32.
         shard_bytes: at most so many in a file.
 
     Returns:
         False, with nothing written, if `save_pretrained` would change tensors: if it splits experts
-        that were fused on loading, or keeps modules in float32.
+        that were fused on loading.
     """
-    if getattr(model, "_weight_conversions", True) or getattr(model, "_keep_in_fp32_modules", None):
+    if getattr(model, "_weight_conversions", True):
         return False
     directory = _ModelDirectory(model, dtype, target, shard_bytes)
     if ranks.rank == 0:
@@ -108,6 +108,43 @@ def gather_tensor(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def make_empty_model(model: Any, dtype: torch.dtype) -> Any:
+    """Make a model of transformers without data, of the class and the configuration of `model`, as
+    it is before weights are loaded in `dtype`."""
+    # `fully_shard` puts a class of its own before that of transformers.
+    model_class: Any = next(
+        base for base in type(model).__mro__ if not issubclass(base, FSDPModule)
+    )
+    with torch.device("meta"):
+        return model_class._from_config(copy.deepcopy(model.config), dtype=dtype)
+
+
+def list_stored_dtypes(empty_model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """List the dtype that each tensor has in a model that is loaded, and then written, in `dtype`.
+
+    Some architectures keep modules in float32, such as routers and norms: by the list of their
+    class, or because they make the parameter so. transformers' loader follows both.
+
+    Args:
+        empty_model: of `make_empty_model`, for the same `dtype`.
+
+    Returns:
+        Name of a tensor of the model's state → dtype.
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    dtypes = {name: tensor.dtype for name, tensor in empty_model.state_dict().items()}
+    plan: dict[str, torch.dtype] = empty_model._get_dtype_plan(dtype)
+    if not plan:
+        return dtypes
+    pattern, glob_by_group, _ = build_glob_alternation(list(plan))
+    for name in dtypes:
+        match = pattern.search(name)
+        if match and match.lastgroup:
+            dtypes[name] = plan[glob_by_group[match.lastgroup]]
+    return dtypes
+
+
 class _ModelDirectory:
     """A Hugging Face directory to write, planned from the model's configuration alone.
 
@@ -121,17 +158,13 @@ class _ModelDirectory:
         from transformers.core_model_loading import revert_weight_conversion
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-        # `fully_shard` puts a class of its own before that of transformers.
-        model_class: Any = next(
-            base for base in type(model).__mro__ if not issubclass(base, FSDPModule)
-        )
-        with torch.device("meta"):
-            self._empty_model = model_class._from_config(copy.deepcopy(model.config), dtype=dtype)
+        self._empty_model = make_empty_model(model, dtype)
         self._generation_config = model.generation_config
         self._target = target
-        ignored_names = model_class._keys_to_ignore_on_save or ()
+        ignored_names = self._empty_model._keys_to_ignore_on_save or ()
+        stored_dtypes = list_stored_dtypes(self._empty_model, dtype)
         tensors = {
-            name: tensor
+            name: tensor.to(stored_dtypes[name])
             for name, tensor in self._empty_model.state_dict().items()
             if name not in ignored_names
         }

@@ -51,6 +51,8 @@ from tuneloop.training.fsdp.export import (
     gather_tensor,
     get_local,
     get_local_rows,
+    list_stored_dtypes,
+    make_empty_model,
     write_sharded_model,
 )
 from tuneloop.training.fsdp.ranks import Ranks
@@ -405,7 +407,8 @@ class Policy:
 
     @contextlib.contextmanager
     def rounded(self, dtype: str) -> Iterator[None]:
-        """Replace the parameters by those that `export` would write in `dtype`, while the block runs.
+        """Replace the model's numbers by those that `export` would write in `dtype`, while the block
+        runs. Parameters that the model keeps in float32 stay as they are.
 
         With LoRA, the merged layers take the place of the frozen ones, and the adapters are zero.
         The replaced values are kept in the host's memory meanwhile. Called by all ranks.
@@ -434,7 +437,7 @@ class Policy:
 
     @torch.no_grad()
     def _round_parameters(self, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> None:
-        """Round every parameter in place.
+        """Round every parameter and every stored buffer in place, as it is stored.
 
         Args:
             copies: gets each tensor that changes on this rank, with a copy of what it was.
@@ -446,12 +449,14 @@ class Policy:
             target[...] = value
 
         parameters = {name: value.detach() for name, value in self.model.named_parameters()}
-        by_merged_name = {lora.get_merged_name(name): value for name, value in parameters.items()}
+        tensors = parameters | dict(self.model.named_buffers())
+        by_merged_name = {lora.get_merged_name(name): value for name, value in tensors.items()}
+        stored_dtypes = list_stored_dtypes(make_empty_model(self.model, dtype), dtype)
         for merged_name, value in self._list_state():
-            # Buffers, and the second name of tied parameters, are no parameters.
+            # The second name of tied parameters is not among them.
             if merged_name in by_merged_name:
                 rows, first_row = get_local_rows(value.detach(), self.ranks)
-                rounded = round_tensor(rows, dtype, merged_name, first_row)
+                rounded = round_tensor(rows, stored_dtypes[merged_name], merged_name, first_row)
                 replace(by_merged_name[merged_name], rounded)
         for name, parameter in parameters.items():
             if lora.ADAPTER in name:
