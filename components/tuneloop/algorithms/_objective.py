@@ -106,7 +106,10 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         "token-mean", description="verl's names; TRL: dapo, grpo and dr_grpo"
     )
     max_completion_length: int = Field(
-        0, ge=0, description="the divisor of seq-mean-token-sum-norm, in tokens"
+        0,
+        ge=0,
+        description="tokens by which seq-mean-token-sum-norm divides; it limits no completion, as "
+        "rollout.max_tokens does",
     )
     beta: float = Field(
         0.0, ge=0, description="weight of the KL divergence to the reference; 0: none"

@@ -25,7 +25,10 @@ class Algorithm(grpo.Algorithm):
     epsilon_high: float | None = Field(0.28, gt=0)
     dynamic_sampling: bool = True
     max_completion_len: int = Field(
-        0, ge=0, description="tokens from which on the punishment is -1; 0: none"
+        0,
+        ge=0,
+        description="tokens of a completion from which on it is punished by -1; TRL's name, beside "
+        "max_completion_length, which divides the loss; 0: no punishment",
     )
     soft_punish_cache: int = Field(
         0, ge=0, description="tokens before that over which it grows from 0"

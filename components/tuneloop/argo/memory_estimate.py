@@ -57,12 +57,14 @@ class Part(NamedTuple):
 
     Attributes:
         kind: of the bytes. `planning/limits.py` finds by it the setting that would make them fewer.
-        text: its factors, for the user.
+        label: what they are, for the user.
+        factors: whose product is `size`, for the user.
         size: bytes.
     """
 
     kind: PartKind
-    text: str
+    label: str
+    factors: str
     size: float
 
 
@@ -217,8 +219,8 @@ def _keeps_cache_on_host(pods: Sequence[PodPlan]) -> bool:
 
 def _estimate_weights(model: Model, width: int, pods: int = 1) -> Part:
     """Estimate weights of `width` bytes each, of which each of `pods` holds its share."""
-    text = f"{model.parameters:,} × {width} weights{_describe_pods(pods)}"
-    return Part("weights", text, model.parameters * width / pods)
+    factors = f"{model.parameters:,} parameters × {width} bytes{_describe_pods(pods)}"
+    return Part("weights", "weights", factors, model.parameters * width / pods)
 
 
 def _describe_pods(pods: int) -> str:
@@ -241,20 +243,20 @@ def _estimate_states(stage: StagePlan, model: Model) -> list[Part]:
     adapters = count_adapter_parameters(stage, model)
     # Without adapters the weights themselves are trained.
     subject = "" if adapters == 0 else "adapters' "
+    label = f"{subject}weights, gradients and optimizer"
     trained = model.parameters if adapters == 0 else adapters
     weights = _estimate_weights(model, WEIGHT_BYTES, stage.nodes)
     parts: list[Part] = []
     if adapters != 0:
         parts.append(weights)
     if trained:
-        text = f"{subject}{trained:,} × (4 weights + 4 gradients + 8 Adam)"
+        factors = f"{trained:,} parameters × {TRAINED_BYTES} bytes{_describe_pods(stage.nodes)}"
         size = trained * TRAINED_BYTES / stage.nodes
-        parts.append(Part("weights", text + _describe_pods(stage.nodes), size))
+        parts.append(Part("weights", label, factors, size))
     algorithm = stage.parameters.get("algorithm_args", {})
     # Without a KL term the reference is never loaded.
     if "reference" in stage.wired and algorithm.get("beta"):
-        text = f"{model.parameters:,} × 4 weights of the reference{_describe_pods(stage.nodes)}"
-        parts.append(Part("weights", text, weights.size))
+        parts.append(weights._replace(label="weights of the reference"))
     return parts
 
 
@@ -264,9 +266,9 @@ def _estimate_step(stage: StagePlan, model: Model, sequences: float, length: flo
     dtype = stage.parameters.get("dtype", "float32")
     is_checkpointed = stage.parameters.get("gradient_checkpointing") is True
     layer = count_layer_bytes(model, dtype)
-    layers = f"{model.layers} layers × {layer:,}"
+    layers = f"{model.layers} layers × {layer:,} bytes"
     if is_checkpointed:
-        layers = f"({model.layers} layers × {4 * model.hidden:,} + {layer:,} of one)"
+        layers = f"({model.layers} layers × {4 * model.hidden:,} + {layer:,} of one layer) bytes"
     # Each rank computes a batch of its own, and all ranks of a pod share its memory.
     ranks = f" × {stage.ranks} ranks" if stage.ranks > 1 else ""
     token_bytes = count_activation_bytes(model, is_checkpointed, dtype)
@@ -274,15 +276,15 @@ def _estimate_step(stage: StagePlan, model: Model, sequences: float, length: flo
     # The trainer computes the logits in parts that are no larger than this.
     largest = GPU_LOGITS if stage.resources.accelerators else LOGITS
     logits = tokens * model.vocab
-    terms = f"{sequences:g} × {length:g} × {model.vocab}"
+    batch = f"{sequences:g} sequences × {length:,g} tokens"
+    numbers = f"{batch} × {model.vocab:,}"
     if logits > largest:
         logits = largest
-        terms = f"{largest:,}"
-    batch = f"{sequences:g} × {length:g} tokens"
+        numbers = f"{largest:,}"
     return [
-        Part("activations", f"{batch} × {layers}{ranks} activations", activations),
+        Part("activations", "activations", f"{batch} × {layers}{ranks}", activations),
         # float32 logits and their gradient.
-        Part("logits", f"{terms} logits at once × 8{ranks}", logits * 8 * stage.ranks),
+        Part("logits", "logits", f"{numbers} × 8 bytes{ranks}", logits * 8 * stage.ranks),
     ]
 
 
@@ -295,8 +297,8 @@ def _estimate_server(server: ServerPlan, model: Model) -> list[Part]:
     if not server.resources.accelerators or "kv_cache_memory_bytes" in options:
         pool = int(options.get("kv_cache_memory_bytes", CPU_POOL))
         tokens = pool // model.kv_bytes
-        text = f"KV cache pool of {tokens:,} tokens × {model.kv_bytes}"
-        parts.append(Part("kv_cache", text, pool))
+        factors = f"{tokens:,} tokens × {model.kv_bytes:,} bytes"
+        parts.append(Part("kv_cache", "KV cache", factors, pool))
     return parts
 
 
@@ -316,8 +318,8 @@ def _estimate_sampling(stage: StagePlan, model: Model, context: int | None) -> l
                 break
         sequences = min(largest, prompts * (stage.number("n") or 1))
         token_bytes = model.kv_bytes * width // 2
-        text = f"{sequences:g} × {context} tokens × {token_bytes} KV cache"
-        parts.append(Part("kv_cache", text, sequences * context * token_bytes))
+        factors = f"{sequences:g} sequences × {context:,} tokens × {token_bytes:,} bytes"
+        parts.append(Part("kv_cache", "KV cache", factors, sequences * context * token_bytes))
     return parts
 
 

@@ -8,8 +8,10 @@ its gate refuses; 75 try again; 130 interrupted; 1 a bug or a stage that failed.
 import sys
 from collections.abc import Callable, Sequence
 from gc import set_threshold
+from typing import TYPE_CHECKING
 
 import typer
+from typer.core import TyperGroup
 
 import tuneloop
 from tuneloop.cli import (
@@ -34,6 +36,9 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.hooks import Extension, list_installed_extensions, list_shipped_extensions
 from tuneloop.core.threads import end_process
 
+if TYPE_CHECKING:
+    from typer._click import Context, HelpFormatter
+
 
 def print_version(is_requested: bool) -> None:
     """Print the version and end, where the user asks for it."""
@@ -52,42 +57,67 @@ def handle_global_options(
     """
 
 
-# In the order in which `tuneloop --help` lists them: before a run, runs, and what came of them.
-COMMANDS: dict[str, Callable[..., int | None]] = {
-    "plan": author.plan_pipeline,
-    "lint": author.lint_pipeline,
-    "render": author.render_pipeline,
-    "schema": author.print_schema,
-    "demo": execute.run_demo,
-    "run": execute.run_pipeline,
-    "resume": execute.resume_run,
-    "fork": execute.fork_run,
-    "stop": execute.stop_run,
-    "doctor": doctor.diagnose_argo,
-    "submit": cluster.submit_run,
-    "schedule": cluster.schedule_pipeline,
-    "diff": cluster.diff_pipeline,
-    "status": inspect.show_status,
-    "watch": watch.watch_run,
-    "logs": inspect.show_logs,
-    "report": inspect.report_run,
-    "generate": generate.generate_text,
-    "track": inspect.track_run,
-    "audit": prove.audit_run,
-    "replay": prove.replay_run,
-    "bisect": prove.bisect_runs,
-    "probe": prove.probe_rewards,
-    "gc": gc.collect_garbage,
-    "ui": ui.serve_ui,
+# In the order in which `tuneloop --help` lists them.
+COMMANDS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
+    "Run": {
+        "demo": execute.run_demo,
+        "plan": author.plan_pipeline,
+        "schema": author.print_schema,
+        "run": execute.run_pipeline,
+        "resume": execute.resume_run,
+        "stop": execute.stop_run,
+        "fork": execute.fork_run,
+        "gc": gc.collect_garbage,
+    },
+    "Look": {
+        "status": inspect.show_status,
+        "watch": watch.watch_run,
+        "logs": inspect.show_logs,
+        "ui": ui.serve_ui,
+        "report": inspect.report_run,
+        "track": inspect.track_run,
+        "generate": generate.generate_text,
+    },
+    "Prove": {
+        "audit": prove.audit_run,
+        "replay": prove.replay_run,
+        "bisect": prove.bisect_runs,
+        "probe": prove.probe_rewards,
+        "weights": weights.app,
+    },
+    "Cluster": {
+        "lint": author.lint_pipeline,
+        "render": author.render_pipeline,
+        "doctor": doctor.diagnose_argo,
+        "submit": cluster.submit_run,
+        "schedule": cluster.schedule_pipeline,
+        "diff": cluster.diff_pipeline,
+        "store": store.app,
+        "cluster": cluster.app,
+        "kfp": kfp.app,
+        "endpoint": endpoint.app,
+        "fleet": fleet.app,
+    },
 }
-GROUPS: dict[str, typer.Typer] = {
-    "store": store.app,
-    "weights": weights.app,
-    "endpoint": endpoint.app,
-    "fleet": fleet.app,
-    "cluster": cluster.app,
-    "kfp": kfp.app,
-}
+"""Heading → name → the function of a command, or the app of a group of commands."""
+EXTENSIONS = "Extensions"
+"""The heading of the commands of all extensions."""
+
+
+class HeadedGroup(TyperGroup):
+    """The commands of `tuneloop`, listed below headings."""
+
+    def format_commands(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+        """Write a section for each heading. A command has it as `rich_help_panel`."""
+        rows_by_heading: dict[str, list[tuple[str, str]]] = {}
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for name, command in self.commands.items():
+            heading = getattr(command, "rich_help_panel", None) or EXTENSIONS
+            row = (name, command.get_short_help_str(limit))
+            rows_by_heading.setdefault(heading, []).append(row)
+        for heading, rows in rows_by_heading.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
 
 
 def build_app(arguments: Sequence[str] = ()) -> typer.Typer:
@@ -97,6 +127,7 @@ def build_app(arguments: Sequence[str] = ()) -> typer.Typer:
     tuneloop, as it takes as long as half of what a command needs to start. Raises UserError: a faulty extension.
     """
     app = typer.Typer(
+        cls=HeadedGroup,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -104,11 +135,14 @@ def build_app(arguments: Sequence[str] = ()) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(handle_global_options)
-    for name, command in COMMANDS.items():
-        app.command(name)(command)
-    for name, group in GROUPS.items():
-        app.add_typer(group, name=name)
-    names = {*COMMANDS, *GROUPS}
+    names: set[str] = set()
+    for heading, commands in COMMANDS.items():
+        names.update(commands)
+        for name, command in commands.items():
+            if isinstance(command, typer.Typer):
+                app.add_typer(command, name=name, rich_help_panel=heading)
+            else:
+                app.command(name, rich_help_panel=heading)(command)
     for extension in list_shipped_extensions():
         add_extension(app, extension, names)
     if not arguments or arguments[0] not in names:
@@ -125,9 +159,9 @@ def add_extension(app: typer.Typer, extension: Extension, names: set[str]) -> No
             raise UserError("extension", extension.name, remedy)
         names.add(name)
     for name, path in extension.commands.items():
-        app.command(name)(extension.load(path))
+        app.command(name, rich_help_panel=EXTENSIONS)(extension.load(path))
     for name, path in extension.command_groups.items():
-        app.add_typer(extension.load(path), name=name)
+        app.add_typer(extension.load(path), name=name, rich_help_panel=EXTENSIONS)
 
 
 def main() -> None:

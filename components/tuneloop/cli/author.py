@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from tuneloop.cli.arguments import CONFIG, IGNORE_LIMITS, OUTPUT, PIPELINE, SETS
 from tuneloop.cli.inspect import open_run
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.wording import format_count
 from tuneloop.training.devices import DEVICES
 
 
@@ -139,7 +141,8 @@ def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) 
             problems.append(limit.error)
     for problem in problems:
         typer.echo(f"error: {problem}", err=True)
-    typer.echo(f"{definition.name}: {len(problems)} problems")
+    count = format_count(len(problems), "problem")
+    typer.echo(f"{definition.name}: {count}")
     return 2 if problems else 0
 
 
@@ -214,7 +217,7 @@ def print_schema(
         bool, typer.Option("--json", help="For programs: JSON Schema, with types and limits.")
     ] = False,
 ) -> None:
-    """Print the settings of a pipeline as YAML with comments: a file for --config.
+    """Print the settings of a pipeline as YAML with comments. It is a file for --config.
 
     Each setting is commented out, with its default. --set takes the same keys, with dots.
     """
@@ -229,6 +232,10 @@ def print_schema(
     described = describe_settings(config)
     text = format_settings(pipeline, described, section)
     if text is None:
+        keys = [setting.key for setting in described.list_settings()]
+        keys += [item.key for item in described.sections]
+        nearest = get_close_matches(section, keys, n=1)
         names = ", ".join(item.name for item in described.items)
-        raise UserError("SECTION", section, f"no setting is below it; there are {names}")
+        hint = f"did you mean {nearest[0]}?" if nearest else f"known: {names}"
+        raise UserError("SECTION", section, f"is no setting and no section of {pipeline}; {hint}")
     typer.echo(text, nl=False)

@@ -11,6 +11,7 @@ import typer
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import Store
+from tuneloop.core.wording import format_count
 
 if TYPE_CHECKING:
     from tuneloop.config.loading import Configured
@@ -36,7 +37,9 @@ def check_local_run(config: JsonMapping, workflow: JsonMapping, store: str) -> N
     problems = lint_workflow(workflow)
     if problems:
         raise UserError(
-            "pipeline", str(problems[0]), f"{len(problems)} problems; see `tuneloop lint`"
+            "pipeline",
+            str(problems[0]),
+            f"{format_count(len(problems), 'problem')}; see `tuneloop lint`",
         )
     # A step that only a cluster can execute would fail after hours, when it is reached.
     manifest.check_workflow(workflow["spec"])

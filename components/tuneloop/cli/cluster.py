@@ -64,7 +64,7 @@ def submit_run(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
-    """Submit a pipeline to a cluster, after checking that the cluster has everything it needs.
+    """Submit a pipeline to a cluster. First it is checked that the cluster has everything it needs.
 
     All that it lacks is printed, with the commands that mend it, and nothing is created. The name
     of a run that has ended resumes that run: its committed stages end at once.

@@ -36,8 +36,8 @@ def diagnose_argo(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
-    """Say what a cluster lacks for a pipeline, each with the command that fixes it. Changes nothing
-    there.
+    """Say what a cluster lacks for a pipeline. Each comes with the command that fixes it. Nothing is
+    changed there.
 
     Exits with 0: nothing is refused; 2: something is. What this account may not read is said as not
     checked.

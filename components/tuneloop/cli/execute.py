@@ -82,7 +82,7 @@ class Executor:
     def execute(self, run: "Run") -> int:
         """Execute the run's own workflow.yaml, show it, and say how it ended; return its exit code."""
         from tuneloop.cli.live import Display
-        from tuneloop.cli.show import describe_failure, write_report
+        from tuneloop.cli.show import describe_failure, format_store_option, write_report
         from tuneloop.core.ends import cut_error
         from tuneloop.local.executor import execute_parts
         from tuneloop.runs.cautions import describe_caution
@@ -108,14 +108,19 @@ class Executor:
             report = write_report(run)
         has_succeeded = outcome.phase == "Succeeded"
         reason = cut_error(outcome.message)
-        ending = "succeeded" if has_succeeded else f"{outcome.phase.lower()}: {reason}"
+        is_interrupted = run.phase == "interrupted"
+        phase = run.phase if is_interrupted else outcome.phase.lower()
+        ending = phase if has_succeeded else f"{phase}: {reason}"
         summary = summarize_run(run, report=report, mirrors=mirrors)
         seconds = time.monotonic() - start
         typer.echo(f"\n{run.name}: {ending} ({seconds:.1f} s)\n{summary}")
         caution = describe_caution(run)
         if caution:
             typer.echo(f"caution: {caution}")
-        if not has_succeeded:
+        if is_interrupted:
+            command = f"tuneloop resume {run.name}{format_store_option(run.store_url)}"
+            typer.echo(f"interrupted: go on with `{command}`", err=True)
+        elif not has_succeeded:
             typer.echo(describe_failure(run, outcome), err=True)
         return outcome.exit_code
 
@@ -205,8 +210,7 @@ def run_demo(
     track: TRACK = True,
     warm: WARM = True,
 ) -> int:
-    """Run the demo: SFT, then a GRPO loop, of a small model made here. With vLLM where it is
-    installed.
+    """Run the demo: SFT, then GRPO, of a small model made here. With vLLM where it is installed.
 
     It needs no network and no GPU. The exit codes are those of `tuneloop run`.
     """
@@ -257,8 +261,8 @@ def fork_run(
     track: TRACK = True,
     warm: WARM = True,
 ) -> int:
-    """Begin a run where another stood after an iteration, with other settings. Nothing is copied;
-    both go on apart.
+    """Begin a run where another stood, with other settings. It begins after an iteration of the
+    other run. Nothing is copied; both go on apart.
 
     The exit codes are those of `tuneloop run`.
     """

@@ -14,6 +14,7 @@ from tuneloop.cli.arguments import CONTEXT, DRY_RUN, NAMESPACE, STORE
 from tuneloop.cli.inspect import open_run
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.wording import format_count
 from tuneloop.kube.connection import connect_to_cluster, retry_until_available
 
 app = typer.Typer(
@@ -104,7 +105,7 @@ def refit_fleet(
     # A worker that had it already was not paused: its seconds are 0.
     pauses = [seconds for seconds in refit.workers.values() if seconds]
     longest = f", paused for {max(pauses):.2f} s at most" if pauses else ""
-    counts = f"{len(refit.workers)} workers have it, {len(pauses)} got it now"
+    counts = f"served by {format_count(len(refit.workers), 'worker')}, {len(pauses)} got it now"
     typer.echo(f"{target.label}: {counts}{longest}")
 
 

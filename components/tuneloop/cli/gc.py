@@ -20,8 +20,8 @@ def collect_garbage(
     ] = 24.0,
     delete: DELETE = False,
 ) -> None:
-    """Delete data that a run no longer needs: of dead attempts, stale resume points, with --keep
-    old checkpoints.
+    """Delete data that a run no longer needs. This is data of dead attempts, stale resume points,
+    and with --keep old checkpoints.
 
     A deleted checkpoint keeps its manifest, so that an audit still covers it. Promoted checkpoints
     are never deleted.

@@ -1,8 +1,9 @@
 """Command that talks to a model that a run has made."""
 
+import re
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from tuneloop.inference.chat import LoadedModel
     from tuneloop.runs.run_record import Run
 
+ChatDtype = Literal["auto", "float32", "bfloat16", "float16"]
 DIGEST_LENGTH = len("sha256:") + 12
 """Characters of a digest that are shown, as `weights ls` shows them."""
 INVITATION = "> "
@@ -45,9 +47,12 @@ def generate_text(
     plain: Annotated[
         bool, typer.Option("--plain", help="Leave the chat template out: go on with the text.")
     ] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda, or cuda:1 for the second GPU.")
+    ] = "cpu",
     dtype: Annotated[
-        str, typer.Option(help="Of the weights; default: float32 on a CPU, else as saved.")
+        ChatDtype,
+        typer.Option(help="Of the weights; auto: float32 on a CPU, else as they are saved."),
     ] = "auto",
     store: STORE = "runs",
 ) -> None:
@@ -58,6 +63,8 @@ def generate_text(
     """
     from tuneloop.inference.chat import ChatOptions, LoadedModel
 
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise UserError("--device", device, "has to be cpu, or cuda, or cuda:1 for the second GPU")
     run = open_run(name, store)
     artifact, number = find_model(run, version)
     directory = locate_model(artifact)

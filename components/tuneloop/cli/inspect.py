@@ -266,7 +266,13 @@ def _describe_score(run: "Run", score: "Score") -> JsonObject:
 
 def _list_runs(store: str, as_json: bool) -> None:
     """Print the runs below a store; those that cannot be read on standard error, too."""
+    from tuneloop.runs.records import ROOT
+    from tuneloop.runs.run_record import check_store_exists
+
     rows = _collect_runs(store)
+    # The default store is made by the first run.
+    if not rows and store != ROOT:
+        check_store_exists(store)
     if as_json:
         print_json({"store": store, "runs": rows})
         return

@@ -29,8 +29,8 @@ def audit_run(
     ] = None,
     store: STORE = "runs",
 ) -> int:
-    """Verify all that a run has committed by SHA-256, and print its root. Exit code 2 if something
-    does not fit.
+    """Verify all that a run has committed, by SHA-256. The root of the run is printed. Exit code 2
+    if something does not fit.
 
     The root is one digest over all manifests, in the order of the graph: equal roots are equal
     runs. A root that you noted earlier, given by --root, proves that nothing was changed since.

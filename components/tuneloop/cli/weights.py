@@ -14,6 +14,7 @@ from tuneloop.cli.arguments import DELETE, STORE
 from tuneloop.cli.inspect import open_run
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
+from tuneloop.core.wording import format_count
 
 if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
@@ -130,7 +131,7 @@ def diff_weights(
     changes += [(tensor, f"{density:.2%}") for tensor, density in by_density]
     rows = [(tensor, difference.roles.get(tensor, ""), change) for tensor, change in changes]
     print_table(("tensor", "role", "elements changed"), rows, right=("elements changed",))
-    typer.echo(f"{difference.same} tensors are the same")
+    typer.echo(f"unchanged: {format_count(difference.same, 'tensor')}")
 
 
 @app.command("gc")

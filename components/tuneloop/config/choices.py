@@ -13,6 +13,7 @@ from tuneloop.config.engines import ServingEngine
 from tuneloop.config.followed import Choice, Draft
 from tuneloop.config.model_facts import Model, ModelFacts, estimate_activation_bytes
 from tuneloop.config.sections import read_kind
+from tuneloop.core.wording import format_count
 from tuneloop.training.options import LOGITS
 
 TRAINERS = ("sft", "preference", "reward_model", "policy_update")
@@ -30,8 +31,10 @@ UNKNOWN_BUDGET = 4 << 30
 """Bytes for a micro-batch where neither a machine's nor a device's memory limits it."""
 SERVER_BYTES = 4 << 30
 """Bytes of a rollout server on a CPU, with its cache and without weights, as vLLM's takes."""
-STEP_EXAMPLES = 32
-"""Examples of an optimizer step of SFT and of preference optimization."""
+STEP_EXAMPLES = 8
+"""Examples of each process in an optimizer step of SFT and of preference optimization: TRL's
+`per_device_train_batch_size`, for which its learning rates are chosen. A file of 30 rows then gives
+11 steps in 3 epochs."""
 
 
 def choose_dtype(draft: Draft, section: str) -> Choice | None:
@@ -54,7 +57,7 @@ def choose_max_tokens(draft: Draft, section: str) -> Choice | None:
         if sampler != section and tokens:
             return Choice(tokens, f"as {sampler}.max_tokens")
     usual = 128 if draft.machine.is_cpu else 512
-    reason = "for a CPU" if draft.machine.is_cpu else "the default of the library TRL"
+    reason = "fewer than on a GPU" if draft.machine.is_cpu else "the default of the library TRL"
     context = draft.facts.context
     # The prompt needs room, too.
     if context and context // 2 < usual:
@@ -78,8 +81,8 @@ def choose_context(draft: Draft) -> Choice:
     if context and context < target:
         return Choice(context, "the model's own context")
     if target > usual:
-        return Choice(target, f"twice the {longest:,} tokens of a completion")
-    room = f"leaves {target - longest:,} tokens for a prompt"
+        return Choice(target, f"twice the {format_count(longest, 'token')} of a completion")
+    room = f"leaves {format_count(target - longest, 'token')} for a prompt"
     return Choice(target, room if context else f"{room}; the model's context is not known here")
 
 
@@ -112,18 +115,21 @@ def choose_max_length(draft: Draft, section: str) -> Choice | None:
     context = draft.facts.context
     if context and context < tokens:
         return Choice(context, "the model's own context")
-    return Choice(tokens, "for a CPU" if draft.machine.is_cpu else "at most; the model has more")
+    reason = "fewer than on a GPU" if draft.machine.is_cpu else "at most; the model has more"
+    return Choice(tokens, reason)
 
 
 def choose_epochs(draft: Draft, section: str) -> Choice | None:
     # Either ends the stage; the user's own counts.
     if draft.is_set(section, "max_steps"):
         return None
-    return Choice(3.0, "the default of the library TRL; set max_steps for a number of steps")
+    return Choice(
+        3.0, "passes over the rows, the default of the library TRL; more of them train longer"
+    )
 
 
 def choose_warmup(draft: Draft, section: str) -> Choice | None:
-    return Choice(5, "a short file gives few steps")
+    return Choice(5, "at most a tenth of the steps, as a short file gives few")
 
 
 def choose_learning_rate(draft: Draft, section: str) -> Choice | None:
@@ -181,9 +187,9 @@ def choose_micro_batch(draft: Draft, section: str) -> Choice | None:
 def choose_stage_batch(draft: Draft, section: str) -> Choice:
     """Choose the micro-batch of one stage."""
     stage = find_stage(draft, section)
-    # Of SFT and pairs the processes together have at most the examples of a step.
-    limit = 128 if stage == "policy_update" else max(1, STEP_EXAMPLES // count_ranks(draft))
-    unit = {"policy_update": "rollouts", "sft": "demonstrations"}.get(stage, "pairs")
+    # Of SFT and pairs a process has at most its examples of a step.
+    limit = 128 if stage == "policy_update" else STEP_EXAMPLES
+    unit = {"policy_update": "rollout", "sft": "demonstration"}.get(stage, "pair")
     shape = draft.facts.shape
     if not isinstance(shape, Model):
         return Choice(min(limit, 4), "the model's size is not known here")
@@ -194,9 +200,10 @@ def choose_stage_batch(draft: Draft, section: str) -> Choice:
     batch = 1
     while batch * 2 <= limit and batch * 2 * single <= budget:
         batch *= 2
-    used = f"{format_gb(batch * single)} of activations of the {format_gb(budget)} for them"
     length = find_training_length(draft, section)
-    return Choice(batch, f"{batch} {unit} of {length:,} tokens: {used}")
+    examples = format_count(batch, unit)
+    memory = f"{format_gb(batch * single)} of memory, of {format_gb(budget)} that are free for it"
+    return Choice(batch, f"{examples} of {length:,} tokens at once: {memory}")
 
 
 def choose_accumulation(draft: Draft, section: str) -> Choice | None:
@@ -204,9 +211,9 @@ def choose_accumulation(draft: Draft, section: str) -> Choice | None:
     if draft.is_set(holder, "per_device_train_batch_size"):
         return None
     batch = draft.get_count(holder, "per_device_train_batch_size") or 1
-    ranks = count_ranks(draft)
-    number = max(1, STEP_EXAMPLES // (batch * ranks))
-    return Choice(number, f"steps of {number * batch * ranks} examples")
+    number = max(1, STEP_EXAMPLES // batch)
+    examples = format_count(number * batch * count_ranks(draft), "example")
+    return Choice(number, f"an optimizer step takes {examples}")
 
 
 def count_ranks(draft: Draft) -> int:
@@ -276,11 +283,11 @@ def choose_prompts(draft: Draft, section: str) -> Choice | None:
         return None
     # Whoever samples more than a batch has thought about its size.
     size = draft.get_count(section, "oversampled_prompts")
-    return None if size else Choice(8, "for a CPU")
+    return None if size else Choice(8, "fewer than on a GPU")
 
 
 def choose_limit(draft: Draft, section: str) -> Choice | None:
-    return Choice(64, "for a CPU") if draft.machine.is_cpu else None
+    return Choice(64, "prompts, fewer than on a GPU") if draft.machine.is_cpu else None
 
 
 def count_model_bytes(facts: ModelFacts) -> int | None:
@@ -300,11 +307,11 @@ def is_pruned(draft: Draft) -> bool:
 def choose_total_limit(draft: Draft, section: str) -> Choice | None:
     if not is_pruned(draft):
         return None
-    return Choice(2, "the newest two versions with the trainer's state: what a resume needs")
+    return Choice(2, "a resume needs the newest two checkpoints with the trainer's state")
 
 
 def choose_keep_every(draft: Draft, section: str) -> Choice | None:
     # Whoever sets a limit says which checkpoints stay.
     if draft.is_set(section, "save_total_limit") or not is_pruned(draft):
         return None
-    return Choice(10, "the model of each tenth iteration stays")
+    return Choice(10, "the model of iterations 10, 20, 30, … stays")

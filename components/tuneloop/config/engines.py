@@ -192,7 +192,8 @@ class VllmEngine(ServingEngine, frozen=True, extra="forbid"):
     kind: Literal["vllm"] = Field("vllm", description="vLLM servers of the run")
     args: JsonObject | None = Field(
         None,
-        description="vLLM's own options; default: a short context without graph capture",
+        description="vLLM's own options; setting some replaces all of the default, but a "
+        "pretrained model's max_model_len; null: max_model_len 256 and enforce_eager",
     )
     deterministic: bool = Field(
         False,

@@ -291,9 +291,11 @@ def _set(values: JsonObject, item: str) -> tuple[JsonObject, str, Any]:
     if not equals or not all(keys):
         raise UserError("--set", item, "write key=value, or section.key=value")
     try:
-        value = yaml.safe_load(text)
+        # YAML would take a pattern of files, such as *.jsonl, for an alias.
+        value = text if text.startswith("*") else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError("--set", item, "the value is not YAML; quote it") from error
+        remedy = f"the value is not YAML: close its brackets, or quote it: '{path}=\"VALUE\"'"
+        raise UserError("--set", item, remedy) from error
     section = values
     for name in keys[:-1]:
         section = section.setdefault(name, {})

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tuneloop.config.engines import Engine
+from tuneloop.config.foreign_names import OPTIONS, list_equivalents
 from tuneloop.config.sections import (
     KIND,
     PLUGIN,
@@ -37,11 +38,12 @@ MOVED = {
     "engine.pull": "is now engine.weights: --set engine.weights=pull, or load",
     "engine.encoding": "is now engine.weights.encoding",
     "engine.fleet_has_base": "is now engine.weights.fleet_has_base",
-    "engine.fleet": f"is now engine.weights.fleet: {REFIT}",
+    "engine.fleet": f"is now engine.weights.fleet, of servers of yours alone: {REFIT}",
     "engine.url": f"is set for servers of yours: {SERVERS_URL}",
     "engine.endpoint": f"is a kind of engine: {SERVERS_URL}",
     "kfp.volumes": "is now cluster.pod.volumes: --set 'cluster.pod.volumes={PATH: pvc/CLAIM}'",
     "kfp.image_pull_secrets": "is now cluster.pod.image_pull_secrets",
+    "engine.max_model_len": "is an option of the engine's own: --set engine.args.max_model_len=TOKENS",
     "data.preference": "is for the pipeline dpo, which trains on pairs",
     "data.preference_eval": "is for the pipeline dpo, which trains on pairs",
     "reference.max_length": "is now preference.max_length, for the reference, too",
@@ -166,6 +168,7 @@ def explain_unknown_key(
     """Explain a key that a section does not have: it moved, or another kind of the section has it,
     or another section, or it is nearly the name of another."""
     moved = MOVED.get(location.setting) or REMOVED.get(location.keys[-1])
+    moved = moved or OPTIONS.get(location.setting)
     if moved:
         return UserError(location.setting, value, moved)
     setting, value = find_leaf(location.setting, value)
@@ -181,6 +184,9 @@ def explain_unknown_key(
             holders = " or ".join(shipped) or "your own"
             remedy = f"is a setting of kind {holders}, not of {describe_kind(chosen, values)}"
             return UserError(location.setting, value, remedy)
+    equivalents = [key for key in list_equivalents(setting) if has_key(config, key)]
+    if equivalents:
+        return UserError(setting, value, f"is called {' or '.join(equivalents)} here")
     # It may be a setting of another section.
     keys = find_similar_keys(config, setting)
     section = location.section
@@ -188,12 +194,19 @@ def explain_unknown_key(
     if keys:
         remedy = f"unknown key; did you mean {' or '.join(keys)}?"
     elif setting != location.setting:
-        remedy = f"unknown key; there is no section {location.setting}, only {', '.join(names)}"
+        remedy = (
+            f"unknown key; this pipeline has no section {location.setting}, only {', '.join(names)}"
+        )
     else:
         remedy = f"unknown key; {suggest_name(key, names)}"
     if section and issubclass(section, Engine):
         remedy += f" (an option of the engine's own: engine.args.{key})"
     return UserError(setting, value, remedy)
+
+
+def has_key(config: type[BaseModel], key: str) -> bool:
+    """Return whether a configuration has the setting with the whole key `key`."""
+    return key in find_keys(config, key.rpartition(".")[2])
 
 
 def find_leaf(setting: str, value: Any) -> tuple[str, Any]:

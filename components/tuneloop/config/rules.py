@@ -259,7 +259,7 @@ RULES: tuple[Rule, ...] = (
         "gradient_accumulation_steps",
         (1,),
         choose_accumulation,
-        "as many as make a step of 32 examples",
+        "as many as make a step of 8 examples in each process",
     ),
     Rule(
         ("loop",),

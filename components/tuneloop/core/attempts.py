@@ -34,6 +34,7 @@ from tuneloop.core.ends import (
 from tuneloop.core.errors import Exhausted, UserError
 from tuneloop.core.store import Store
 from tuneloop.core.threads import forward_signals
+from tuneloop.core.wording import format_count
 
 ATTEMPT = "TUNELOOP_ATTEMPT"
 LAST_END = "TUNELOOP_LAST_END"
@@ -122,7 +123,7 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
     if record.is_used_up:
         count = max(record.without_progress, record.unavailable)
         raise Exhausted(
-            f"{count} attempts in a row ended without progress; the last one: {last_end}"
+            f"{format_count(count, 'attempt')} in a row ended without progress; the last one: {last_end}"
         )
     store.put(RECORD, record.model_dump_json().encode())
 

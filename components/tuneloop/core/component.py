@@ -516,6 +516,16 @@ def find_component(module: str, template: str = "", *, load: bool = False) -> Co
 REMEDIES = {
     "model_type": "is a section: write its keys, as in section.key=value",
     "extra_forbidden": "unknown key; see `tuneloop schema` for the known ones",
+    "bool_parsing": "has to be true or false",
+    "bool_type": "has to be true or false",
+    "dict_type": "has to be a mapping, as in {NAME: VALUE}",
+    "float_parsing": "has to be a number",
+    "float_type": "has to be a number",
+    "int_from_float": "has to be a whole number",
+    "int_parsing": "has to be a whole number",
+    "int_type": "has to be a whole number",
+    "list_type": "has to be a list, as in [A, B]",
+    "string_type": "has to be a text: write it in quotes",
 }
 """Type of a pydantic error → the remedy, in place of its message."""
 
@@ -533,7 +543,8 @@ def convert_validation_error(error: ValidationError, prefix: str = "") -> UserEr
         return UserError(field, first["input"], str(cause))
     if first["type"] == "missing":
         return UserError(field, None, "is required")
-    return UserError(field, first["input"], REMEDIES.get(first["type"], first["msg"]))
+    message = first["msg"].replace("Input should be ", "has to be ")
+    return UserError(field, first["input"], REMEDIES.get(first["type"], message))
 
 
 def _digest_only(value: Any) -> Any:

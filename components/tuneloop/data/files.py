@@ -14,6 +14,7 @@ from pydantic import Field
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.seeds import derive_seed
+from tuneloop.core.wording import format_count
 from tuneloop.data import Examples, ExampleStream, Splits
 from tuneloop.data.columns import Columns, Settings
 from tuneloop.data.layout_tables import Addresses, Opener, Tables, find_companion
@@ -224,7 +225,7 @@ def _load_mixture(seed: int, mixture: Sequence[Part], shuffle: bool) -> Splits:
         streams.append(tables.read_examples(order))
         share = weight / total_weight
         lines += [f"{share:.1%}: {line}" for line in tables.describe()]
-    lines.append(f"mixed until one is used up, about {rows:,} rows")
+    lines.append(f"mixed until one is used up, about {format_count(rows, 'row')}")
     mixed = _mix(streams, weights, derive_seed(seed, "mixture"))
     unread = dict.fromkeys(name for tables in sources for name in tables.unread)
     return replace(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.wording import format_count
 from tuneloop.data import BadRow, BadValue, Example, Examples, ExampleStream, ReadExample
 from tuneloop.data.columns import Columns
 from tuneloop.data.layouts import (
@@ -57,7 +58,9 @@ class Table:
 
     def describe(self) -> str:
         """Describe in one line what was recognised."""
-        count = "rows as they come" if self.stream is not None else f"{len(self.rows):,} rows"
+        count = (
+            "rows as they come" if self.stream is not None else format_count(len(self.rows), "row")
+        )
         paths = self.columns.list_paths()
         sources = [f"{role} from {path}" for role, path in paths.items()]
         listed = ", ".join(sources)
@@ -306,7 +309,7 @@ def read_head(rows: Iterable[ReadRow]) -> list[Values]:
 def describe_files(files: Sequence[str]) -> str:
     """Describe one or several files: the only one, or how many there are, and the first."""
     first = files[0]
-    return first if len(files) == 1 else f"{len(files)} files ({first}, …)"
+    return first if len(files) == 1 else f"{format_count(len(files), 'file')} ({first}, …)"
 
 
 def _list_names(head: Iterable[Values]) -> list[str]:
@@ -345,7 +348,7 @@ def _refuse_first_row(file: str, rows: Iterable[ReadRow]) -> NoReturn:
     first = first_rows[0]
     assert isinstance(first, BadRow)
     number = len(first_rows)
-    others = f"; none of the first {number} rows can be used" if number > 1 else ""
+    others = f"; none of the first {format_count(number, 'row')} can be used" if number > 1 else ""
     raise UserError("data", first.row, f"{first.reason}; correct it{others}")
 
 

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
+from tuneloop.core.wording import format_count
 from tuneloop.data import Splits
 from tuneloop.data.budgets import Budget
 from tuneloop.data.sizes import SPLITS, Size, Split, describe_rows
@@ -25,7 +26,7 @@ def log_counts(stage: Stage, counts: Mapping[Split, int], train: int | None, sou
     """Say how many rows each split has, and where prompts are fewer than `train`, why."""
     line = describe_rows(counts)
     if train is not None and counts["train"] < train:
-        line += f" ({train:,} prompts were asked for: {source} has no more)"
+        line += f" ({format_count(train, 'prompt')} asked for: {source} has no more)"
     stage.log(line)
 
 
@@ -96,12 +97,12 @@ def report_rows(
     ):
         if number:
             dropped[name] = number
-            stage.log(f"left out {number} rows that {sentence}")
+            stage.log(f"left out {format_count(number, 'row')} that {sentence}")
     if dropped:
         facts["dropped"] = dropped
     if counts.nulls:
         facts["rows_with_null_fields"] = counts.nulls
-        stage.log(f"left null fields of nested columns out of {counts.nulls} rows")
+        stage.log(f"left null fields of nested columns out of {format_count(counts.nulls, 'row')}")
     if counts.unused:
         facts["unused"] = counts.unused
     stage.facts.update(facts)

@@ -8,6 +8,8 @@ names of the fields are also keys of the commands' JSON output (docs/commands.md
 import math
 from dataclasses import asdict, dataclass
 
+from tuneloop.core.wording import format_count
+
 FACT = "held_out"
 
 
@@ -34,10 +36,12 @@ class HeldOutFacts:
         """Say the losses and perplexities, and how they were obtained."""
         perplexity_before = compute_perplexity(self.loss_before)
         perplexity_after = compute_perplexity(self.loss_after)
+        tokens = format_count(self.targets, "target token")
+        demonstrations = format_count(self.demonstrations, "held-out demonstration")
         return (
             f"{self.loss_before:.3f} → {self.loss_after:.3f} nats a token, "
             f"perplexity {perplexity_before:.4g} → {perplexity_after:.4g} "
-            f"({self.targets:,} target tokens of {self.demonstrations:,} held-out demonstrations)"
+            f"({tokens} of {demonstrations})"
         )
 
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
 from tuneloop.core.json_types import JsonObject
+from tuneloop.core.wording import format_count
 from tuneloop.formats.facts import PromptFacts
 from tuneloop.formats.rows import list_columns, name_row, split_numbers
 from tuneloop.formats.tokens import encode_prompt_row
@@ -41,7 +42,7 @@ def check_prompts(
         lengths = measure_prompts(stage, tokenizer, prompts, split)
         room = context - tokens
         too_long = [
-            (split_numbers(row), f"{row} ({length} tokens)")
+            (split_numbers(row), f"{row} ({format_count(length, 'token')})")
             for row, length in lengths
             if length > room
         ]
@@ -56,7 +57,7 @@ def check_prompts(
         counts[split] = {"longest": longest, "too_long": len(long), "first": long[:SHOWN]}
         if long:
             examples = "; ".join(long[:3])
-            share = f"{len(long)} of {len(lengths)} prompts ({split})"
+            share = f"{len(long)} of {format_count(len(lengths), 'prompt')} ({split})"
             stage.log(f"{share} are too long and are skipped: {examples}")
     stage.facts["prompts"] = counts
 

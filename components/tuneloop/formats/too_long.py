@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.wording import format_count
 
 TooLong = Literal["drop", "truncate", "refuse"]
 """`drop` leaves a row out, `truncate` cuts the end of a demonstration off, `refuse` ends the
@@ -45,4 +46,4 @@ class LengthPolicy:
         if self.action != "refuse":
             choice = f"allow more than {self.share:.2%} of them (data.drop_at_most)"
         remedy = f"{'; '.join(rows[:SHOWN])}: {problem}, drop the rows, or {choice}"
-        raise UserError("data.too_long", f"{dropped} of {total} rows", remedy)
+        raise UserError("data.too_long", f"{dropped} of {format_count(total, 'row')}", remedy)

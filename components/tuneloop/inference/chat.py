@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.wording import format_count
 from tuneloop.formats.architectures import get_context
 from tuneloop.formats.chat_forms import Message
 from tuneloop.formats.tokens import decode_ids, encode_prompt, load_tokenizer, stop_ids
@@ -86,7 +87,8 @@ class LoadedModel:
         """Describe how prompts become text, and what ends an answer."""
         form = "its chat template" if self.is_chat else "plain text, no chat template"
         stops = ", ".join(self.tokenizer.convert_ids_to_tokens(list(self.stop_ids)))
-        return f"{form}; answers end at {stops} or after {self.options.max_tokens} tokens"
+        limit = format_count(self.options.max_tokens, "token")
+        return f"{form}; answers end at {stops} or after {limit}"
 
     def answer(self, messages: Sequence[Message], write: Callable[[str], None]) -> str:
         """Answer the last message, and return the whole answer.
@@ -130,8 +132,9 @@ class LoadedModel:
         """Return how many tokens an answer may have after a prompt. Raises UserError: none."""
         room = self.context - prompt_tokens
         if room < 1:
-            remedy = f"fills the context of {self.context} tokens; shorten it, or begin a new chat"
-            raise UserError("prompt", f"{prompt_tokens} tokens", remedy)
+            context = format_count(self.context, "token")
+            remedy = f"fills the context of {context}; shorten it, or begin a new chat"
+            raise UserError("prompt", format_count(prompt_tokens, "token"), remedy)
         return min(room, self.options.max_tokens)
 
 

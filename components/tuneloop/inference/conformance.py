@@ -20,6 +20,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.http import Response, Unanswered, open_response
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.server_token import build_token_headers
+from tuneloop.core.wording import format_count
 from tuneloop.formats.facts import VersionFacts
 from tuneloop.inference.engines.endpoint import ROUNDING, check_url
 from tuneloop.inference.proof import read_canary
@@ -123,7 +124,9 @@ class Probe:
             raise Failed(f"answers requests {indices} of {len(prompts)}")
         for completions in answers.values():
             if len(completions) != len(seeds):
-                raise Failed(f"gives {len(completions)} completions for {len(seeds)} seeds")
+                raise Failed(
+                    f"gives {format_count(len(completions), 'completion')} for {format_count(len(seeds), 'seed')}"
+                )
         return [answers[index] for index in indices]
 
     def generate_one(self, prompt: Sequence[int], seed: int = 0, **body: Any) -> Any:
@@ -217,7 +220,7 @@ def check_lengths(probe: Probe) -> None:
         count = len(completion["ids"])
         reason = completion["finish_reason"]
         if count != limit:
-            raise Failed(f"gives {count} tokens where max_tokens is {limit}")
+            raise Failed(f"gives {format_count(count, 'token')} where max_tokens is {limit}")
         if reason != "length":
             raise Failed(f"says {reason!r} at max_tokens")
 

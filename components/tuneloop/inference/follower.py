@@ -19,6 +19,7 @@ from pathlib import Path
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store
+from tuneloop.core.wording import format_count
 from tuneloop.inference.engine_loop import EngineLoop, Mode
 from tuneloop.inference.engines._tensors import Readback, digest_model
 from tuneloop.inference.refusals import Refused
@@ -226,7 +227,7 @@ def prove_tensors(engine: ServedEngine, model: Path) -> Readback:
     }
     for problem, names in problems.items():
         if names:
-            count = f"{len(names)} of {comparison.tensors} tensors"
+            count = f"{len(names)} of {format_count(comparison.tensors, 'tensor')}"
             raise RuntimeError(f"{count} {problem}, {names[0]} among them")
     return comparison
 

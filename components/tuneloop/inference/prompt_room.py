@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
+from tuneloop.core.wording import format_count
 from tuneloop.formats.rollouts import Request
 from tuneloop.formats.rows import name_row
 from tuneloop.formats.too_long import SHOWN, LengthPolicy
@@ -74,7 +75,7 @@ def replace_long_prompts(
         while len(requests[index].prompt_ids) > room:
             length = len(requests[index].prompt_ids)
             name = name_row(rows[index])
-            long.append(f"{name} ({length} tokens)")
+            long.append(f"{name} ({format_count(length, 'token')})")
             if index < fixed or spares.rule.action == "refuse":
                 raise UserError(f"prompts row {name}", length, problem)
             spare = next(spares.rows, None)
@@ -92,7 +93,10 @@ def replace_long_prompts(
     if spares.total:
         spares.rule.check_share(len(long), spares.total, long, problem)
     if not requests:
-        raise UserError("prompts", f"{len(long)} rows", problem)
+        raise UserError("prompts", format_count(len(long), "row"), problem)
     stage.facts["too_long"] = {"skipped": len(long), "first": long[:SHOWN]}
     examples = "; ".join(long[:3])
-    stage.log(f"{len(long)} prompts of more than {room} tokens skipped ({examples})")
+    stage.log(
+        f"{format_count(len(long), 'prompt')} of more than {format_count(room, 'token')} skipped "
+        f"({examples})"
+    )

@@ -10,6 +10,7 @@ from typing import Any
 from tuneloop.core.artifacts import Manifest
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store
+from tuneloop.core.wording import format_count
 from tuneloop.kfp.io import Task
 from tuneloop.ui.report import render_metrics
 
@@ -41,7 +42,7 @@ def write_artifact_page(task: Task, name: str, url: str, manifest: Manifest) -> 
     facts: JsonObject = {"reference": f"{url}@{manifest.digest}"}
     facts.update(manifest.results)
     size = sum(file.size for file in manifest.files.values())
-    facts["files"] = f"{len(manifest.files)}, {size} bytes"
+    facts["files"] = f"{len(manifest.files)}, {format_count(size, 'byte')}"
     facts["seconds"] = round(manifest.timings.get("total", 0.0), 2)
     facts["device"] = manifest.provenance.get("device")
     facts["image"] = manifest.provenance.get("image")

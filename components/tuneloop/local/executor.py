@@ -24,7 +24,14 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.threads import repeat_in_background
 from tuneloop.local.execution import Execution, OnLog, OnNode, name_run
 from tuneloop.local.graph import run_template
-from tuneloop.local.journal import Node, Workflow, lock_workdir, outcome_code, read_state
+from tuneloop.local.journal import (
+    STOPPED,
+    Node,
+    Workflow,
+    lock_workdir,
+    outcome_code,
+    read_state,
+)
 from tuneloop.local.processes import Launcher, base_environment
 from tuneloop.local.results import Call, Result
 from tuneloop.local.warm import Kind, is_server, is_stage
@@ -188,7 +195,7 @@ def _run(execution: Execution, entry: Call, exit_handler: str | None) -> Outcome
         execution.launcher.close()
     if execution.stopped_by is not None:
         record.phase = "Failed"
-        record.message = f"stopped by {signal.Signals(execution.stopped_by).name}"
+        record.message = f"{STOPPED} {signal.Signals(execution.stopped_by).name}"
     record.finished = time.time()
     record.outputs = execution.outputs
     execution.record_workflow(record)

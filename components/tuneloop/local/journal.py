@@ -40,6 +40,7 @@ from pydantic import BaseModel, ValidationError
 from tuneloop.core.artifacts import dump_checked_json, get_adapter, load_checked_json
 from tuneloop.core.errors import UserError, choose_exit_code, print_diagnostic
 from tuneloop.core.json_types import JsonObject
+from tuneloop.core.wording import format_count
 
 DONE = ("Succeeded", "Failed", "Error", "Skipped", "Omitted")
 """Phases that a node does not leave; ``Pending`` and ``Running`` are those before."""
@@ -53,6 +54,9 @@ SUM = b', "sum": "'
 """The text before the digest at the end of any line."""
 
 T = TypeVar("T")
+
+STOPPED = "stopped by"
+"""Begins the message of a workflow that a signal has ended."""
 
 
 @dataclass
@@ -150,7 +154,7 @@ def read_state(workdir: Path) -> State | None:
     workflow, nodes, parts = _read_journal(path, status.st_size, status.st_mtime_ns)
     if end and status.st_size < end.size:
         missing = end.size - status.st_size
-        note = f"{path}: its last {missing} bytes are missing; how the run ended is read from {END}"
+        note = f"{path}: it lacks the last {format_count(missing, 'byte')}; how the run ended is read from {END}"
         _report_once(note)
         return State(end.workflow, nodes, alive, parts, note)
     return State(workflow, nodes, alive, parts) if workflow else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tuneloop.argo.memory_estimate import count_adapter_parameters
 from tuneloop.argo.training_memory import STATE_BYTES
 from tuneloop.config.model_facts import Model
+from tuneloop.core.wording import format_count
 from tuneloop.runs.summary import format_size
 from tuneloop.workflow.plan import StagePlan
 
@@ -74,19 +75,19 @@ def describe_checkpoint(stage: StagePlan, model: Model | str, base_dtype: str | 
         return "not estimated"
     size = estimate_checkpoint(stage, model, base_dtype)
     served = format_size(size.model)
-    text = f"model/ {model.parameters:,} × {size.width} = {served}"
+    text = f"model {served} ({model.parameters:,} parameters × {size.width} bytes)"
     if size.state is None:
-        return f"{text}, trainer/ not estimated"
+        return f"{text}; trainer's state not estimated"
     trained = size.state / STATE_BYTES
     state = format_size(size.state)
-    text += f", trainer/ {trained:,.0f} × {STATE_BYTES} = {state}"
+    text += f" + trainer's state {state} ({trained:,.0f} parameters × {STATE_BYTES} bytes)"
     every = int(stage.number("state_every") or 1)
     if every == 1:
         total = format_size(size.model + size.state)
-        return f"{text}, with both {total}"
+        return f"{total} = {text}"
     # Iterations between two states write only a model. After a restart their updates are replayed.
     mean = format_size(size.model + size.state / every)
     return (
-        f"{text} each {every} iterations: {mean} an iteration; "
-        f"a new process replays at most {every - 1} updates"
+        f"{text}, the state once in {every} iterations: {mean} an iteration in the mean; "
+        f"a resume repeats at most {format_count(every - 1, 'update')}"
     )

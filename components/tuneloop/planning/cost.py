@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.wording import format_count
 from tuneloop.planning.pods import PlannedPods, list_planned_pods
 from tuneloop.runs.run_record import Run
 from tuneloop.workflow.plan import ServerPlan, StagePlan, read_plan
@@ -105,7 +106,7 @@ def estimate_cost(
         unknown = ", ".join(usage.unknown)
         line += f", without {unknown}, of which it says nothing"
     yield line
-    pause = f"{REQUEUE_S:g} s for each of at most {pods.counts.total} pods"
+    pause = f"{REQUEUE_S:g} s for each of at most {format_count(pods.counts.total, 'pod')}"
     yield f"  of these {pause}, until Argo looks at the workflow again"
     device_hours = usage.device_s / 3600
     line = f"accelerator hours: {bound} {device_hours:.3g}"

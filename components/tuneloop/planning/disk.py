@@ -16,6 +16,7 @@ from tuneloop.core.disk_faults import find_existing_parent
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import local_path
+from tuneloop.core.wording import format_count
 from tuneloop.planning.checkpoint_size import estimate_checkpoint
 from tuneloop.planning.counts import count_iterations
 from tuneloop.planning.limits import Limit
@@ -117,17 +118,18 @@ def _add_loop(
             iteration=iteration,
             iterations=iterations,
             retained=iterations * iteration,
-            rule="all of them stay: set update.save_total_limit to keep the newest",
+            rule="all; set update.save_total_limit to keep only the newest",
         )
     # The next checkpoint is written before an old one is deleted. The models since the last state
     # stay, too: a new process replays their updates.
     newest = min(iterations, int(limit) + every)
     retained = newest * model_bytes
     retained += math.ceil(newest / every) * state_bytes
-    rule = f"the newest {int(limit)} stay"
+    rule = f"the newest {format_count(int(limit), 'checkpoint')}"
     keep_every = int(update.number("keep_every") or 0)
     if keep_every:
-        rule += f", and the model of each {keep_every}th iteration"
+        multiples = f"{keep_every}, {2 * keep_every}, {3 * keep_every}, …"
+        rule += f", and the model alone of iterations {multiples}"
         # Of these the models stay, and their states go.
         retained += iterations // keep_every * model_bytes
     return Footprint(
@@ -157,14 +159,14 @@ def estimate_stage_bytes(stage: StagePlan, model: Model, base_dtype: str | None)
 def describe_footprint(footprint: Footprint) -> Iterator[str]:
     """Yield the lines of a plan that say what a run stores."""
     iterations = footprint.iterations
-    yield f"store: at most {format_size(footprint.total)} at a time"
-    yield f"  stages outside the loop: {format_size(footprint.once)}"
+    yield f"disk space in the store: {format_size(footprint.total)} at most"
+    yield f"  models and checkpoints outside the loop: {format_size(footprint.once)}"
     if iterations:
         written = format_size(footprint.iteration)
         total = format_size(footprint.iteration * iterations)
         retained = format_size(footprint.retained)
-        yield f"  {iterations} iterations write {written} each, {total} in all"
-        yield f"  of these checkpoints {footprint.rule}: {retained}"
+        yield f"  {format_count(iterations, 'iteration')} write {written} each, {total} in all"
+        yield f"  of these, {retained} at most are kept: {footprint.rule}"
 
 
 def check_store(workflow: JsonMapping, store: str) -> Iterator[Limit]:

@@ -22,7 +22,12 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import local_path
 from tuneloop.data.files import TableSource, list_sources
 from tuneloop.data.readers.hub import is_saved
-from tuneloop.data.readers.opening import is_on_hub, list_files
+from tuneloop.data.readers.opening import (
+    explain_suffix,
+    has_known_suffix,
+    is_on_hub,
+    list_files,
+)
 from tuneloop.data.sources import FILES, is_source_name
 from tuneloop.formats.adapter_files import AdapterFiles, is_path, read_adapter
 from tuneloop.formats.model_files import list_missing_parts
@@ -99,6 +104,15 @@ class CheckedRun:
                     if is_owners and field in section_class.model_fields:
                         return f"{section}.{parameter}"
         return f"{name}.{parameter}"
+
+
+GPU_SETTINGS = {
+    "device": "cuda",
+    "cpu_offload": True,
+    "use_liger_kernel": True,
+    "attn_implementation": "flash_attention_2",
+}
+"""Setting of a trainer → the value that needs a GPU."""
 
 
 def find_limits(
@@ -291,8 +305,13 @@ def check_data_address(setting: str, address: str, split: str) -> Iterator[UserE
         yield UserError(setting, address, error.remedy)
         return
     for file in files:
-        if not Path(file).expanduser().exists():
-            yield UserError(setting, file, "no such file here")
+        path = Path(file).expanduser()
+        if not path.exists():
+            yield UserError(setting, file, "no such file here: correct the path")
+        elif not has_known_suffix(file):
+            yield UserError(setting, file, explain_suffix())
+        elif path.is_file() and path.stat().st_size == 0:
+            yield UserError(setting, file, "is empty: write a row a line, or name another file")
 
 
 def list_data_sources(stage: StagePlan) -> list[TableSource]:
@@ -393,6 +412,17 @@ def check_processes(run: CheckedRun) -> Iterator[UserError]:
             yield UserError("processes", stage.ranks, remedy)
             # All trainers follow this one setting.
             return
+
+
+def check_devices(run: CheckedRun) -> Iterator[UserError]:
+    """Find settings of a trainer that need a GPU, where this machine has none."""
+    if run.machine.is_cluster or not run.machine.is_cpu:
+        return
+    for stage in run.pods.list_role("trainer"):
+        for name, value in GPU_SETTINGS.items():
+            if stage.parameters.get(name) == value:
+                remedy = "needs a GPU, and this machine has none: leave it out"
+                yield UserError(run.name_setting(stage, name), value, remedy)
 
 
 def check_shared_gpu(run: CheckedRun) -> Iterator[UserError]:
@@ -547,6 +577,7 @@ CHECKS = (
     Check(check_context),
     Check(check_training_length),
     Check(check_processes),
+    Check(check_devices),
     Check(check_shared_gpu),
     Check(check_memory, is_estimate=True),
     Check(check_warmup, is_note=True),

@@ -17,6 +17,7 @@ from tuneloop.argo.memory_estimate import (
 )
 from tuneloop.config.model_facts import Model
 from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.wording import format_count
 from tuneloop.planning.checkpoint_size import describe_checkpoint
 from tuneloop.planning.counts import count_iterations, index_templates
 from tuneloop.planning.pods import PlannedPods, list_planned_pods
@@ -30,7 +31,20 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.tree import Tree
 
-NOT_ESTIMATED = " (not estimated)"
+PRESET = " (preset)"
+"""Behind the memory of a pod that is the same for all models."""
+IN_PART = " (in part)"
+"""Behind the memory of a pod whose needs are known in part: it may take more."""
+
+
+SHARED = " (one pod)"
+"""Behind the memory of the pod that runs a stage with the others of an iteration."""
+MEMORY_NOTES = {
+    PRESET: "the same for all models",
+    IN_PART: "estimated in part: it may take more",
+    SHARED: "one pod runs these stages one after another",
+}
+"""Qualification of a pod's memory → what it means."""
 
 
 def render_plan(name: str, workflow: JsonMapping) -> "RenderableType":
@@ -50,25 +64,26 @@ def render_plan(name: str, workflow: JsonMapping) -> "RenderableType":
 
     pods = list_planned_pods(workflow, read_plan(workflow))
     model = pods.model
-    tree = Tree(f"{name}: at most {pods.counts.total} pods")
+    tree = Tree(f"{name}: at most {format_count(pods.counts.total, 'pod')}")
     templates = index_templates(workflow)
     iterations = count_iterations(workflow)
     _add_calls(tree, templates, pods, iterations, workflow["spec"]["entrypoint"], [])
+    lines = list(filter(None, [_explain_memory(pods)]))
     # What is known without the shape of the model comes first.
-    lines = ["work at most"]
+    lines.append("work, at most")
     for stage, text in estimate_work(pods.stages, pods.counts.stages):
         lines.append(f"  {stage}: {text}")
     checkpoints = _describe_checkpoints(pods)
     if checkpoints:
-        lines.append("a checkpoint")
+        lines.append("size of a checkpoint")
         lines += checkpoints
     parameters: int | None = None
     if isinstance(model, Model):
         parameters = model.parameters
-        lines.append(f"memory of {model.name}: {parameters:,} parameters ({model.derivation})")
+        lines.append(f"memory, for {model.name} of {parameters:,} parameters ({model.derivation})")
         lines += _describe_memory(pods, model)
     else:
-        lines.append(f"memory of {model}")
+        lines.append(f"memory: {model}")
     for hook in list_pod_hooks():
         lines += hook.describe_plan(workflow, parameters)
     return Group(tree, _draw_table(templates, pods), Text("\n".join(lines)))
@@ -92,32 +107,44 @@ def _draw_table(templates: Mapping[str, JsonMapping], pods: PlannedPods) -> "Tab
     for name, count in pods.counts.stages.items():
         number = str(count)
         if name in inner:
-            number += f" times in {pods.counts.iteration_pods} pods"
+            number += f" times in {format_count(pods.counts.iteration_pods, 'pod')}"
         pod = pods.by_template.get(name)
         if pod:
             image = pod.image
             accelerators = str(pod.resources.accelerators or "cpu")
-            memory = pod.resources.memory_request + _qualify_memory(pods, pod)
+            memory = pod.resources.memory_request
+            # Of a pod of iterations it is that of all its stages.
+            memory += SHARED if name in inner else _qualify_memory(pods, pod)
         else:
             # A step that calls an API, or reads the output of a job.
             container = templates[name]["container"]
             image = container["image"]
             accelerators = "cpu"
-            memory = container["resources"]["requests"]["memory"] + NOT_ESTIMATED
+            memory = container["resources"]["requests"]["memory"] + PRESET
         table.add_row(name, image, accelerators, number, memory)
     return table
+
+
+def _explain_memory(pods: PlannedPods) -> str:
+    """Explain what is said behind the memory of pods in the table."""
+    loop = pods.plan.loop
+    used = {_qualify_memory(pods, pod) for pod in pods.by_template.values()}
+    if loop and loop.pod:
+        used.add(SHARED)
+    notes = [f"{key.strip(' ()')}: {text}" for key, text in MEMORY_NOTES.items() if key in used]
+    return f"memory of a pod: {'; '.join(notes)}" if notes else ""
 
 
 def _qualify_memory(pods: PlannedPods, pod: PodPlan) -> str:
     """Return what to say behind a pod's memory: how much of its needs is known."""
     model = pods.model
     if not isinstance(model, Model):
-        return NOT_ESTIMATED
+        return PRESET
     if not estimate_memory_parts(pod, model, pods.context):
-        return NOT_ESTIMATED
+        return PRESET
     if is_memory_estimate_complete(pod, model, pods.context):
         return ""
-    return " at least (a part is not estimated)"
+    return IN_PART
 
 
 def _describe_memory(pods: PlannedPods, model: Model) -> Iterator[str]:
@@ -125,13 +152,23 @@ def _describe_memory(pods: PlannedPods, model: Model) -> Iterator[str]:
     for name, pod in pods.by_template.items():
         parts = estimate_memory_parts(pod, model, pods.context)
         if parts:
-            total = format_size(compute_memory_request([pod], parts))
-            yield f"  {name}: {describe_parts(parts)}; with its programs {total}"
+            total = compute_memory_request([pod], parts)
+            programs = total - sum(part.size for part in parts)
+            text = describe_parts(parts)
+            if pod.resources.accelerators:
+                # Most of the parts are in the device's memory.
+                yield f"  {name}: {text}; of the host's memory {format_size(total)}"
+                continue
+            text = f"{format_size(total)} = {text}"
+            if programs > 0:
+                text += f" + {format_size(programs)} Python and its libraries"
+            yield f"  {name}: {text}"
 
 
 def describe_parts(parts: Iterable[Part]) -> str:
-    """Describe the parts of a pod's memory as a sum."""
-    return " + ".join(f"{part.text} = {format_size(part.size)}" for part in parts)
+    """Describe the parts of a pod's memory as a sum, each with its factors."""
+    texts = [f"{format_size(part.size)} {part.label} ({part.factors})" for part in parts]
+    return " + ".join(texts)
 
 
 def _describe_checkpoints(pods: PlannedPods) -> list[str]:
@@ -180,7 +217,8 @@ def estimate_work(
         elif stage.role == "evaluator" and "tasks" not in stage.parameters:
             # The tasks of lm-eval decide themselves how much is generated.
             limit = stage.number("limit")
-            work = f"{times} × at most {limit:g} completions" if limit else ""
+            evaluations = format_count(times, "evaluation")
+            work = f"{evaluations} × at most {limit:g} completions" if limit else ""
         if work:
             yield template, work
 
@@ -194,7 +232,9 @@ def describe_completions(stage: StagePlan, times: int) -> str:
     if not prompts or not completions:
         return ""
     total = times * prompts * completions
-    text = f"{times} × {prompts:g} prompts × {completions:g} = {total:,.0f} completions"
+    batches = format_count(times, "iteration")
+    factors = f"{batches} × {prompts:g} prompts × {completions:g} completions of each"
+    text = f"{factors} = {total:,.0f} completions"
     longest = stage.number("max_tokens")
     if longest:
         # Groups that are carried have been sampled, and the last iteration leaves some.
@@ -210,7 +250,8 @@ def describe_steps(stage: StagePlan, times: int) -> str:
     """
     updates = stage.number("updates_per_batch")
     if updates:
-        return f"{times} × {updates:g} = {times * updates:,.0f} optimizer steps"
+        iterations = format_count(times, "iteration")
+        return f"{iterations} × {updates:g} = {times * updates:,.0f} optimizer steps"
     max_steps = stage.number("max_steps")
     if not max_steps:
         return ""
@@ -220,9 +261,9 @@ def describe_steps(stage: StagePlan, times: int) -> str:
     # Epochs come before steps where both are set; how many rows there are is not known yet.
     epochs = stage.number("epochs")
     if epochs:
-        return f"{times * epochs:g} epochs, in steps of {batch} examples"
+        return f"{times * epochs:g} epochs, in steps of {format_count(batch, 'example')}"
     steps = times * max_steps
-    text = f"{steps:,.0f} optimizer steps × {batch} examples"
+    text = f"{steps:,.0f} optimizer steps × {format_count(batch, 'example')}"
     length = stage.number("max_length")
     if length:
         text += f", at most {steps * batch * length:,.0f} tokens"

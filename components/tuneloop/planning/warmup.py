@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.wording import format_count
 
 
 def find_long_warmup(parameters: JsonMapping, section: str) -> Iterator[UserError]:
@@ -33,7 +34,7 @@ def find_long_warmup(parameters: JsonMapping, section: str) -> Iterator[UserErro
     tenth = max_steps // 10
     choice = f"{section}.warmup_steps={tenth}" + (" (a tenth)" if tenth else "")
     remedy = (
-        f"is no less than the {max_steps} steps of {section}.max_steps, so training ends before "
+        f"is no less than the {format_count(max_steps, 'step')} of {section}.max_steps, so training ends before "
         f"the learning rate is reached; set {choice}, or more steps"
     )
     yield UserError(f"{section}.warmup_steps", warmup_steps, remedy)

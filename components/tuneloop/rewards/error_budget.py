@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.wording import format_count
 from tuneloop.rewards.outcomes import GARBAGE, OUT_OF_RANGE, Kind, Outcome, may_pass
 
 REMEDIES = {
@@ -45,9 +46,7 @@ def check_error_budget(stage: str, outcomes: Sequence[Outcome], budget: float) -
         if isinstance(reason, str)
     )
     listed = "; ".join(f"{count} × {cause}" for cause, count in causes.most_common(5))
-    story = (
-        f"{len(failures)} of {len(outcomes)} completions have no score ({dict(kinds)}): {listed}"
-    )
+    story = f"{len(failures)} of {format_count(len(outcomes), 'completion')} have no score ({dict(kinds)}): {listed}"
     # Failures that occur again on the same text are not worth another attempt.
     lasting = [failure for failure in failures if not may_pass(failure)]
     if len(lasting) <= budget * len(outcomes) and len(lasting) < len(outcomes):

@@ -4,6 +4,7 @@
 both.
 """
 
+from tuneloop.core.wording import format_count
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.summary import find_held_out
 
@@ -11,9 +12,36 @@ FEWEST_ROWS = 20
 """Held-out rows below which a mean is that of single rows: one of them moves it by over 5 %."""
 
 
+FEWEST_STEPS = 20
+"""Optimizer steps of a run in epochs below which more of them are worth a try."""
+
+
 def describe_caution(run: Run) -> str:
-    """Describe in one sentence why the verdict on a run says little, and what would help; empty if
-    it was measured on enough rows, or not on held-out rows at all."""
+    """Describe why the verdict on a run says little, and what would help, in a sentence for each
+    reason; empty where there is none."""
+    return " ".join(filter(None, [_describe_few_rows(run), _describe_few_steps(run)]))
+
+
+def _describe_few_steps(run: Run) -> str:
+    """Say which setting trains longer, where a short file gave few optimizer steps."""
+    for entry in run.with_role("trainer"):
+        epochs = entry.manifest.params.get("epochs")
+        steps = entry.manifest.facts.get("step")
+        # Of other pipelines the section may have another name than the stage.
+        if not epochs or entry.stage not in ("sft", "preference"):
+            continue
+        if isinstance(steps, int) and 0 < steps < FEWEST_STEPS:
+            passes = format_count(round(epochs), "epoch")
+            return (
+                f"{entry.stage} took {format_count(steps, 'optimizer step')} in {passes}: if the "
+                f"loss still falls, train longer in another run, --set "
+                f"{entry.stage}.epochs={round(3 * epochs)}."
+            )
+    return ""
+
+
+def _describe_few_rows(run: Run) -> str:
+    """Say how many rows would be enough, where a run was measured on few."""
     evaluations = run.evaluations()
     if evaluations:
         score = evaluations[-1]
@@ -38,4 +66,4 @@ def describe_caution(run: Run) -> str:
 
 def _count(number: int, noun: str) -> str:
     """Count things that something was done to, as in ``1 row was`` and ``2 rows were``."""
-    return f"{number} {noun} was" if number == 1 else f"{number} {noun}s were"
+    return f"{format_count(number, noun)} {'was' if number == 1 else 'were'}"

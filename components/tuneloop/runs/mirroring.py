@@ -137,7 +137,7 @@ class Mirror:
                 find_last_commit(self.run),
                 notes,
             )
-        return f"{address}, {self.run.iteration} iterations" if self.run.iteration else address
+        return address
 
     @contextmanager
     def _blame_tracker(self) -> Iterator[None]:

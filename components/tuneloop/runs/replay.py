@@ -17,6 +17,7 @@ from typing import Any
 from tuneloop.core.artifacts import STATED, Artifact, Manifest, split_ref
 from tuneloop.core.component import REPLAY_PARAMS, Component, find_component
 from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.wording import format_count
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.run_record import Run
 
@@ -157,7 +158,7 @@ def _find_replayable(run: Run, entry: Entry) -> Component:
     # Sums over several processes are rounded otherwise.
     if processes != 1:
         remedy = (
-            f"was made by {processes} processes, and another number gives other bits: "
+            f"was made by {format_count(processes, 'process', 'processes')}, and another number gives other bits: "
             "run the stage under torchrun"
         )
         raise UserError("artifact", f"{run.url}/{entry.key}", remedy)

@@ -92,6 +92,18 @@ class Score:
     entry: Entry
 
 
+LISTED_RUNS = 6
+"""Runs that are named where there is none of the name that was asked for."""
+
+
+def check_store_exists(store: str) -> None:
+    """Check that a store on this machine is there. Raises UserError."""
+    folder = local_path(store)
+    if folder is not None and not folder.is_dir():
+        remedy = "is not there; --store names the folder or URL in which runs were started"
+        raise UserError("store", store, remedy)
+
+
 class Run(CommittedArtifacts):
     """A run, as its store and local state hold it. A run from elsewhere has no `record`."""
 
@@ -121,7 +133,11 @@ class Run(CommittedArtifacts):
         record = read_record(name, root)
         run = cls(name, root, record)
         if record is None and not run.entries:
-            names = ", ".join(list_runs(root)) or "none"
+            check_store_exists(root)
+            known = list_runs(root)
+            names = ", ".join(known[:LISTED_RUNS]) or "none"
+            if len(known) > LISTED_RUNS:
+                names += f", and {len(known) - LISTED_RUNS} more (`tuneloop status`)"
             remedy = f"not found below {root}; known there: {names}; --store names another place"
             raise UserError("run", name, remedy)
         return run
@@ -192,6 +208,9 @@ class Run(CommittedArtifacts):
         # A run of several workflows goes on after each that has the output `next`.
         if state.workflow.phase == "Running" or "next" in state.workflow.outputs:
             return "running" if state.alive else "interrupted"
+        # Whoever stopped it, by Ctrl-C as well, knows that nothing has failed.
+        if state.workflow.message.startswith(journal.STOPPED):
+            return "interrupted"
         return "succeeded" if state.workflow.phase == "Succeeded" else "failed"
 
     def evaluations(self) -> list[Score]:

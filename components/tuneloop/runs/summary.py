@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from tuneloop.core.wording import format_count
 from tuneloop.formats.facts import TrainingFacts
 from tuneloop.formats.held_out import HeldOutFacts
 from tuneloop.runs.alarms import find_alarms
@@ -151,7 +152,7 @@ def describe_score(
 ) -> str:
     """Describe how a mean reward was obtained, with the number of its completions."""
     count = run.count_scored_completions(score.entry)
-    return f"{score.method}, {count} completions" if count else score.method
+    return f"{score.method}, {format_count(count, 'completion')}" if count else score.method
 
 
 def find_held_out(run: Run) -> HeldOutFacts | None:

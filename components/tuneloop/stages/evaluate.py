@@ -12,6 +12,7 @@ from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.json_types import JsonObject
+from tuneloop.core.wording import format_count
 from tuneloop.formats.facts import PromptFacts
 from tuneloop.formats.rollouts import (
     SAMPLES,
@@ -73,7 +74,9 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
     """
     if is_prompts(prompts) and not has_rows(prompts, "eval.parquet"):
         count = sample_demonstrations(stage, policy, prompts, options)
-        stage.log(f"no held-out prompts to score; completed those of {count} demonstrations")
+        stage.log(
+            f"no held-out prompts to score; completed those of {format_count(count, 'demonstration')}"
+        )
         return {"mean_reward": None}
     held_out = open_rows(prompts, "eval.parquet", generate.COLUMNS, "--prompts", "data_prep")
     columns = list_columns(generate.COLUMNS, held_out.schema_arrow.names)

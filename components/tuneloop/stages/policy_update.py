@@ -22,6 +22,7 @@ from tuneloop.core.component import UNTRACKED, Input, OptionalInput, Params, Res
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.provenance import collect_provenance
+from tuneloop.core.wording import format_count
 from tuneloop.formats.carried import pass_carried
 from tuneloop.formats.facts import CheckpointFacts
 from tuneloop.training import algorithm_lookup, checkpoint, epochs
@@ -397,9 +398,8 @@ def repeat_update(stage: Stage, repeated: Artifact, ranks: Ranks) -> None:
     )
     world_size = repeated.manifest.provenance["world_size"]
     if world_size != ranks.world:
-        problem = (
-            f"the update was made by {world_size} processes, and another number gives other bits"
-        )
+        processes = format_count(world_size, "process", "processes")
+        problem = f"the update was made by {processes}, and another number gives other bits"
         raise UserError("--expected-world-size", ranks.world, f"{problem} {remedy}")
     params = policy_update.validate(repeated.manifest.params)
     inputs = {name: Artifact(ref) for name, ref in repeated.manifest.inputs.items()}
@@ -521,7 +521,9 @@ def _report(stage: Stage, samples: Sequence[Sample], iteration: int, steps: int)
         iteration=iteration,
     )
     if steps:
-        stage.log(f"{steps} steps on {len(used)} of {len(samples)} rollouts")
+        stage.log(
+            f"{format_count(steps, 'step')} on {len(used)} of {format_count(len(samples), 'rollout')}"
+        )
         return
     reason = "in every group all rewards are equal"
     if samples and not scored:

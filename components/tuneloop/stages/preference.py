@@ -15,6 +15,7 @@ from tuneloop.algorithms._preference import Judged, Preference
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
+from tuneloop.core.wording import format_count
 from tuneloop.formats.facts import LogprobFacts
 from tuneloop.training import algorithm_lookup, checkpoint, epochs
 from tuneloop.training.delegation import WARMUP_TEXT, BackendOptions, train_by_backend
@@ -112,7 +113,7 @@ def preference(
     with stage.timed("evaluate"), trainer.rounded(dtype):
         after = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     stage.facts.update(accuracy_before=before, reference=reference_digest)
-    stage.log(f"accuracy {before:.3f} → {after:.3f} on {len(held_out)} pairs")
+    stage.log(f"accuracy {before:.3f} → {after:.3f} on {format_count(len(held_out), 'pair')}")
     checkpoint.release_device(stage, trainer)
     version = checkpoint.write_checkpoint(stage, trainer, policy, dtype)
     return {"loss": loss, "accuracy": after, "version": version}

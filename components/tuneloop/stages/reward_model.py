@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.wording import format_count
 from tuneloop.formats.model_files import WEIGHTS
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import PairOptions
@@ -76,7 +77,7 @@ def reward_model(
         # No trainer's state: a scorer is not trained on.
         trainer.export(source, target, dtype)
     stage.facts.update(step=trainer.step, save_dtype=dtype, accuracy=accuracy)
-    stage.log(f"accuracy {accuracy:.3f} on {len(held_out)} pairs")
+    stage.log(f"accuracy {accuracy:.3f} on {format_count(len(held_out), 'pair')}")
     return {"loss": loss, "accuracy": accuracy}
 
 

@@ -14,6 +14,7 @@ from pydantic import Field
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.context import METRICS
 from tuneloop.core.errors import UserError
+from tuneloop.core.wording import format_count
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.corpora import read_corpus, report_split_conversations
 from tuneloop.training.delegation import (
@@ -106,8 +107,8 @@ def sft(
     held_out = open_held_out_loss(stage, trainer, prompts, policy, options, options.eval_steps)
     report_split_conversations(stage, documents)
     stage.log(
-        f"{len(documents)} demonstrations, {len(held_out.documents)} held out, "
-        f"{options.max_steps} steps, {trainer.chosen()}"
+        f"{format_count(len(documents), 'demonstration')}, {len(held_out.documents)} held out, "
+        f"{format_count(options.max_steps, 'step')}, {trainer.chosen()}"
     )
 
     if options.backend:

@@ -265,7 +265,7 @@ class Tracker(trackers.Tracker):
             self.client.log_text(self.id, page, "report.html")
 
     def close_run(self, phase: str, ended: float, notes: str) -> str:
-        """Write the notes and how the run ended; return the address, the experiment and the run."""
+        """Write the notes and how the run ended; return where the run is, and how it is shown."""
         self.client.set_tag(self.id, "mlflow.note.content", notes)
         if phase != "running":
             status = {"failed": "FAILED", "interrupted": "KILLED"}.get(phase, "FINISHED")
@@ -274,7 +274,10 @@ class Tracker(trackers.Tracker):
                 status,
                 int(ended * 1000),
             )
-        return f"{self.address}, experiment {self.experiment}, run {self.run.info.run_name}"
+        location = f"run {self.run.info.run_name} of experiment {self.experiment} in {self.address}"
+        if self.address.startswith(("http://", "https://")):
+            return f"curves: {location}"
+        return f"curves: {location}; `mlflow ui --backend-store-uri {self.address}` shows them"
 
 
 @contextmanager

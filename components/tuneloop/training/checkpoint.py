@@ -40,6 +40,7 @@ from tuneloop.core.component import Component, Results, Stage, component
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.threads import BACKGROUND
+from tuneloop.core.wording import format_count
 from tuneloop.formats.canary import FILE as CANARY
 from tuneloop.formats.canary import derive_ids, make_canary, read_canary_file
 from tuneloop.formats.facts import CheckpointFacts, LineageFacts, TrainerState
@@ -298,7 +299,7 @@ def warn_of_unchanged(stage: Stage, trainer: Trainer) -> None:
     stage.facts["unchanged_adapters"] = True
     targets = trainer.lora.target_modules if trainer.lora else None
     stage.log(
-        f"the adapters change nothing after {trainer.step} steps: no gradient reached them. This "
+        f"the adapters change nothing after {format_count(trainer.step, 'step')}: no gradient reached them. This "
         f"model is its base; check that lora.target_modules ({targets!r}) names layers that take "
         "part in what is trained, that rewards differ, and the learning rate"
     )

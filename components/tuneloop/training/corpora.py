@@ -19,6 +19,7 @@ from tuneloop.core.artifacts import Artifact, File, hash_canonical_json
 from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.core.wording import format_count
 from tuneloop.formats.chat_forms import Reasoning
 from tuneloop.formats.conversations import Encoded, History
 from tuneloop.formats.facts import PromptFacts
@@ -188,7 +189,8 @@ def report_split_conversations(stage: Stage, corpus: Corpus) -> None:
         return
     stage.facts["conversations_split"] = {"conversations": len(split), "rows": int(split.sum())}
     stage.log(
-        f"{len(split)} conversations became {split.sum()} rows: the chat template changes earlier "
+        f"{format_count(len(split), 'conversation')} became {format_count(int(split.sum()), 'row')}: "
+        "the chat template changes earlier "
         "turns once others follow (docs/templates.md), so that turns are learned one by one"
     )
 

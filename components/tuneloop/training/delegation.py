@@ -51,7 +51,12 @@ def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
         # The fields of a configuration's section are checked here, too.
         if isinstance(algorithm, BaseModel):
             parameters |= list_stage_parameters(algorithm)
-        load_backend(name).build_for_stage(parameters)
+        try:
+            backend = load_backend(name)
+        except UserError as error:
+            # It names the family of backends; the setting is added to the message of a ValueError.
+            raise ValueError(error.remedy) from error
+        backend.build_for_stage(parameters)
     return name
 
 

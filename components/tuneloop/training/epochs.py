@@ -14,6 +14,7 @@ from tuneloop.core.component import Stage
 from tuneloop.core.context import METRICS
 from tuneloop.core.seeds import draw_indices
 from tuneloop.core.threads import map_ahead
+from tuneloop.core.wording import format_count
 from tuneloop.formats.token_files import Document
 from tuneloop.training import checkpoint
 from tuneloop.training.options import TrainerOptions
@@ -193,7 +194,9 @@ def _resume(stage: Stage, trainer: EpochTrainer, batch: int) -> int:
     stage.notes["resumed_from"] = step
     if world_size != trainer.ranks.world:
         stage.notes["resumed_world_size"] = world_size
-    stage.log(f"resumed after step {step}, {world_size} → {trainer.ranks.world} processes")
+    stage.log(
+        f"resumed after step {step}, {world_size} → {format_count(trainer.ranks.world, 'process', 'processes')}"
+    )
     return int(state["batch"])
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
+from tuneloop.core.wording import format_count
 from tuneloop.formats.facts import PromptFacts
 from tuneloop.formats.rows import split_numbers
 from tuneloop.formats.token_files import Corpus
@@ -78,7 +79,8 @@ def fit_corpus(
     }
     stage.facts.setdefault("too_long", []).append(counts)
     stage.log(
-        f"longer than {limit} tokens: {len(dropped)} of {count} rows dropped, {cut} cut off "
+        f"longer than {format_count(limit, 'token')}: "
+        f"{len(dropped)} of {format_count(count, 'row')} dropped, {cut} cut off "
         f"({'; '.join(examples[:3])})"
     )
     return corpus.select(indices, limit)
@@ -115,4 +117,4 @@ def describe_long(corpus: Corpus, index: int, limit: int) -> str:
     """Describe a document that is longer than `limit`: whether its prompt alone is, its row, and
     its length."""
     part = "completion" if any(corpus[index].targets[:limit]) else "prompt"
-    return f"{part} of {corpus.name(index)} ({corpus.lengths[index]} tokens)"
+    return f"{part} of {corpus.name(index)} ({format_count(corpus.lengths[index], 'token')})"

@@ -12,6 +12,7 @@ from tuneloop.algorithms._terms import estimate_kl
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
+from tuneloop.core.wording import format_count
 from tuneloop.formats.facts import RewardFacts
 from tuneloop.training.samples import Sample, select_groups
 
@@ -103,7 +104,7 @@ def split_mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> l
 
     groups = sorted({sample.group for sample in samples})
     if count > len(groups):
-        remedy = f"is more than the {len(groups)} groups of rollouts; lower it"
+        remedy = f"is more than the {format_count(len(groups), 'group')} of rollouts; lower it"
         raise UserError("--updates-per-batch", count, remedy)
     generator = torch.Generator().manual_seed(stage.seed("mini_batches"))
     order = torch.randperm(len(groups), generator=generator).tolist()

@@ -113,7 +113,7 @@ class TrainerOptions(Options):
     max_length: int = Field(
         256,
         ge=2,
-        description="tokens of prompt and completion; longer is an error",
+        description="most tokens of a prompt with its completion; data.too_long says what happens to longer rows",
     )
     packing: Packing = Field(
         "auto",

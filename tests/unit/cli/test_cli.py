@@ -227,7 +227,7 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
         ),
         (
             ["plan", "sft", "--set", "data=rows.jsonl", "--set", "data.source_args.streaming=x"],
-            "data.source_args.streaming: 'x': Input should be a valid boolean",
+            "data.source_args.streaming: 'x': has to be true or false",
         ),
         (
             ["plan", "grpo", "--set", "engine.kind=nope"],

@@ -336,7 +336,7 @@ def test_a_text_for_the_section_data_is_its_source(
             "engine.weights.fleet: 'http://a:1': is a setting of kind refit, not of pull",
         ),
         (["engine=7"], "engine: 7: is a section: write its keys"),
-        (["engine.args=7"], "engine.args: 7: Input should be a valid dictionary"),
+        (["engine.args=7"], "engine.args: 7: has to be a mapping"),
         (
             ["engine=my.module:open_it", "engine.replicas=2"],
             "not of my.module:open_it, which has args, wei",

@@ -89,7 +89,7 @@ def test_a_pretrained_model_on_a_cpu(smollm2: Path) -> None:
         "sft.learning_rate": 2e-5,
         "update.learning_rate": 1e-6,
         "trainer.per_device_train_batch_size": 2,
-        "sft.gradient_accumulation_steps": 16,
+        "sft.gradient_accumulation_steps": 4,
         "loop.target_reward": None,
         "update.save_total_limit": 2,
         "update.keep_every": 10,
@@ -110,11 +110,11 @@ def test_a_large_model_on_accelerators(llama_8b: Path) -> None:
     # states, 16 GB, leaves 56 GB of a device, half of which are for activations: 16 sequences; alone it has 5 GB.
     loop = follow("grpo", PODS, base, "trainer.lora={r: 16}", "processes=8")
     assert loop["trainer.per_device_train_batch_size"] == 16
-    assert followed["trainer.per_device_train_batch_size"] == 4, "eight processes take 32 together"
+    assert followed["trainer.per_device_train_batch_size"] == 8, "eight examples of each process"
     assert "sft.gradient_accumulation_steps" not in followed
     alone = follow("sft_then_grpo", PODS, base)
     assert alone["trainer.per_device_train_batch_size"] == 2
-    assert alone["sft.gradient_accumulation_steps"] == 16
+    assert alone["sft.gradient_accumulation_steps"] == 4
     assert "data.chat" not in followed, "there is no tokenizer to read"
 
 
@@ -210,7 +210,7 @@ def test_pairs_count_twice_and_adapters_learn_faster(llama_8b: Path) -> None:
     assert followed["trainer.per_device_train_batch_size"] == 4
     full = follow("dpo", PODS, f"base_model={llama_8b}")
     assert full["trainer.per_device_train_batch_size"] == 1
-    assert full["preference.gradient_accumulation_steps"] == 32
+    assert full["preference.gradient_accumulation_steps"] == 8
 
 
 def test_a_default_of_a_pipelines_author_stands(tmp_path: Path, smollm2: Path) -> None:

@@ -128,7 +128,7 @@ def test_options_that_stages_share_are_flags_of_their_own(
     }
     assert (Artifact(f"{tmp_path}/b").path / "unused").read_text() == "kept"
     assert shares.run(["--thing", f"{tmp_path}/c", "--rate", "0"]) == 2
-    assert "shares.rate: '0': Input should be greater than 0" in capsys.readouterr().err
+    assert "shares.rate: '0': has to be greater than 0" in capsys.readouterr().err
 
 
 def test_commits_once_and_says_its_results(toy: Path, tmp_path: Path) -> None:
@@ -187,8 +187,8 @@ def test_an_output_made_otherwise_is_refused_by_field(toy: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--times", "0"], "toy.times: '0': Input should be greater than or equal to 1"),
-        (["--times", "many"], "toy.times: 'many': Input should be a valid integer"),
+        (["--times", "0"], "toy.times: '0': has to be greater than or equal to 1"),
+        (["--times", "many"], "toy.times: 'many': has to be a whole number"),
         (["--tmes", "1"], "unrecognized arguments: --tmes"),
         (["--weights", "[1]"], "toy.weights: [1]"),
         (["--source", "/nowhere"], "artifact: 'file:///nowhere': has no manifest.json"),

@@ -141,11 +141,11 @@ def test_reasoning_gym_answers_satisfy_its_verifiers(task: str) -> None:
             {"digit": 3},
             r"source_args.digit: 3: unknown; digits takes digits, sft_wrong_share",
         ),
-        ("digits", {"digits": 0}, "source_args.digits: 0: Input should be greater"),
+        ("digits", {"digits": 0}, "source_args.digits: 0: has to be greater"),
         (
             "digits",
             {"digits": "four"},
-            "source_args.digits: 'four': Input should be a valid integer",
+            "source_args.digits: 'four': has to be a whole number",
         ),
         ("digits", {"sft_wrong_share": 1.5}, "source_args.sft_wrong_share: 1.5"),
         ("files", {}, "source_args.path: None: is required"),

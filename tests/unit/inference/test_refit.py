@@ -129,7 +129,7 @@ def test_command(crew: Crew, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     fleet = ",".join(crew.url(name) for name in crew.servers)
     assert run_cli(["fleet", "status", fleet]) == 1, "nobody serves anything"
     assert run_cli(["fleet", "refit", fleet, policy.ref]) == 0
-    assert "2 workers have it, 2 got it now, paused for" in capsys.readouterr().out
+    assert "served by 2 workers, 2 got it now, paused for" in capsys.readouterr().out
     assert run_cli(["fleet", "status", fleet]) == 0
     assert capsys.readouterr().out.count(f"7@{policy.manifest.digest}") == 2
 

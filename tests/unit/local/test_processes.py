@@ -23,6 +23,7 @@ from tuneloop.local import journal
 from tuneloop.local.executor import _list_warm_kinds
 from tuneloop.local.processes import WARM, Launcher, Process, base_environment
 from tuneloop.local.warm import is_compatible, is_server, is_stage
+from tuneloop.runs.run_record import Run
 
 OK = shell("ok", "true")
 ROOT = Path(__file__).parents[3]
@@ -336,6 +337,8 @@ def test_signals_end_the_pods_in_grace(tmp_path: Path, number: signal.Signals, c
     assert (now.workflow.phase, now.workflow.message) == ("Failed", f"stopped by {number.name}")
     (pod,) = [node for node in now.nodes.values() if node.type == "Pod"]
     assert (pod.phase, pod.exit_code, pod.message) == ("Failed", 75, "stopped")
+    # Whoever looks at the run is told that nothing has failed.
+    assert Run("run", str(tmp_path)).phase == "interrupted"
 
 
 def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:

@@ -129,17 +129,20 @@ def test_the_plan_shows_graph_work_and_arithmetic() -> None:
     assert "toy: at most 22 pods" in text
     assert "↺ loop again, at most 10 times in all" in text
     assert "check (while its condition holds)" in text
-    assert "rollout: 10 × 4 prompts × 8 = 320 completions, at most 5,120 tokens" in text
+    factors = "10 iterations × 4 prompts × 8 completions of each"
+    assert f"rollout: {factors} = 320 completions, at most 5,120 tokens" in text
     oversampled = work(looped(oversampled_prompts=6))
-    assert oversampled["rollout"] == "10 × 6 prompts × 8 = 480 completions, at most 7,680 tokens"
+    assert oversampled["rollout"] == (
+        "10 iterations × 6 prompts × 8 completions of each = 480 completions, at most 7,680 tokens"
+    )
     carried = work(looped(oversampled_prompts=6, carry_after=8))
-    assert "10 × 4 prompts" in carried["rollout"]
+    assert "10 iterations × 4 prompts" in carried["rollout"]
     # 300 × 128 embeddings + 4 × (2·128·4·32 + 2·128·2·32 + 3·128·384 + 2·128 + 2·32) + 128
-    assert "tiny-qwen3: 826,240 parameters" in text
-    assert "826,240 × (4 weights + 4 gradients + 8 Adam) = 13.2 MB" in text
+    assert "tiny-qwen3 of 826,240 parameters" in text
+    assert "13.2 MB weights, gradients and optimizer (826,240 parameters × 16 bytes)" in text
     assert (
-        "sft: model/ 826,240 × 4 = 3.3 MB, trainer/ 826,240 × 12 = 9.91 MB, with both 13.2 MB"
-        in text
+        "sft: 13.2 MB = model 3.3 MB (826,240 parameters × 4 bytes) + trainer's state 9.91 MB "
+        "(826,240 parameters × 12 bytes)" in text
     )
 
 
@@ -167,7 +170,7 @@ def test_a_coarse_grain_is_the_same_work_in_fewer_pods() -> None:
     assert (
         "at most 126 pods" in fine and "at most 8 pods" in coarse and "40 times in 2 pods" in coarse
     )
-    work = "40 × 16 prompts × 8 = 5,120 completions"
+    work = "40 iterations × 16 prompts × 8 completions of each = 5,120 completions"
     assert work in fine and work in coarse
 
 
@@ -177,12 +180,18 @@ def test_state_that_is_written_now_and_then_is_counted_so() -> None:
     def told(**parameters: Any) -> str:
         return describe_checkpoint(planned("policy_update", **parameters), model, "bfloat16")
 
-    whole = "model/ 7,000,000,000 × 2 = 14 GB, trainer/ 7,000,000,000 × 12 = 84 GB"
-    assert told(save_dtype="bfloat16") == f"{whole}, with both 98 GB"
-    rest = "each 5 iterations: 30.8 GB an iteration; a new process replays at most 4 updates"
-    assert told(dtype="bfloat16", state_every=5) == f"{whole} {rest}"
-    assert "trainer/ 4,194,304 × 12 = 50.3 MB" in told(lora={"r": 16})
-    assert told(lora={"target_modules": "q.*"}).endswith(", trainer/ not estimated")
+    whole = (
+        "model 14 GB (7,000,000,000 parameters × 2 bytes) + "
+        "trainer's state 84 GB (7,000,000,000 parameters × 12 bytes)"
+    )
+    assert told(save_dtype="bfloat16") == f"98 GB = {whole}"
+    rest = (
+        "the state once in 5 iterations: 30.8 GB an iteration in the mean; a resume repeats at most "
+        "4 updates"
+    )
+    assert told(dtype="bfloat16", state_every=5) == f"{whole}, {rest}"
+    assert "trainer's state 50.3 MB (4,194,304 parameters × 12 bytes)" in told(lora={"r": 16})
+    assert told(lora={"target_modules": "q.*"}).endswith("; trainer's state not estimated")
 
 
 def test_gradient_checkpointing_is_counted() -> None:

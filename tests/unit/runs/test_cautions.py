@@ -59,6 +59,21 @@ def test_rewards_of_few_completions(tmp_path: Path, times: int, is_few: bool) ->
     assert bool(caution) == is_few
 
 
+@pytest.mark.parametrize(("steps", "is_few"), [(1, True), (19, True), (20, False)])
+def test_few_steps_name_the_setting_that_trains_longer(
+    tmp_path: Path, steps: int, is_few: bool
+) -> None:
+    draft = Draft(f"{tmp_path}/r/sft")
+    facts = {"version": 1, "step": steps}
+    draft.commit(
+        stage="sft", role="trainer", kind="checkpoint", params={"epochs": 3.0}, facts=facts
+    )
+    caution = describe_caution(Run.open("r", str(tmp_path)))
+    assert ("--set sft.epochs=9." in caution) == is_few
+    if steps == 1:
+        assert caution.startswith("sft took 1 optimizer step in 3 epochs: ")
+
+
 def test_without_held_out_rows_there_is_no_caution(tmp_path: Path) -> None:
     Draft(f"{tmp_path}/r/base-model").commit(
         stage="base_model", role="trainer", facts={"version": 0}

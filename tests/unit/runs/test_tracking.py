@@ -73,7 +73,10 @@ def mirrored(client: Any, run: Run, experiment: str = "toy") -> Any:
 def test_a_run_its_iterations_and_every_point_once(client: Any, uri: str, tmp_path: Path) -> None:
     run = started(tmp_path, "a", 2)
     said = tracking.mirror_run(run)
-    assert said == f"{uri}, experiment toy, run a, 2 iterations"
+    assert (
+        said
+        == f"curves: run a of experiment toy in {uri}; `mlflow ui --backend-store-uri {uri}` shows them"
+    )
     mirror = mirrored(client, run)
     assert mirror.data.params == {"seed": "0", "loop.iterations": "2", "loop.none": "None"}
 
@@ -281,7 +284,7 @@ def test_the_command_follows_a_run_of_a_store_to_its_end_and_attaches_a_report(
     monkeypatch.setattr(tracking, "POLL_S", 0.0)
     toy.make(f"{tmp_path}/e", 1)
     assert run_cli(["track", "e", "--store", str(tmp_path), "--follow"]) == 0
-    assert "run e, 1 iterations" in capsys.readouterr().out
+    assert "run e of experiment" in capsys.readouterr().out
     found = mirrored(client, Run.open("e", str(tmp_path)), "elsewhere")
     assert found.info.status == "FINISHED"
     report = client.download_artifacts(found.info.run_id, "report.html", str(tmp_path))
@@ -316,7 +319,10 @@ def test_a_follower_mirrors_what_is_committed_while_it_runs_and_ends_with_its_re
     with tracking.mirror_in_background(run) as told:
         toy.make(f"{tmp_path}/f", 2)
         (run.directory / "report.html").write_text("as `tuneloop run` leaves it")
-    assert told == {"mlflow": f"{uri}, experiment toy, run f, 2 iterations"}
+    assert told == {
+        "mlflow": f"curves: run f of experiment toy in {uri}; "
+        f"`mlflow ui --backend-store-uri {uri}` shows them"
+    }
     seconds = client.get_metric_history(mirrored(client, run).info.run_id, "seconds/rollout")
     assert [m.step for m in seconds] == [1, 2]
     report = client.download_artifacts(

@@ -69,7 +69,7 @@ def test_train_takes_what_the_others_leave(
     made = prepare(tmp_path / "a", source_args={"digits": 2}, train=1000, sft=50)
     assert {name: len(rows) for name, rows in made.items()} == {"train": 40, "eval": 10, "sft": 50}
     counts = "40 prompts, 10 held out; 50 demonstrations"
-    reason = "(1,000 prompts were asked for: digits has no more)"
+    reason = "(1,000 prompts asked for: digits has no more)"
     assert f"{counts} {reason}\n" in "".join(capsys.readouterr())
     prepare(tmp_path / "b", source_args={"digits": 2}, train=40, sft=50)
     assert "asked for" not in "".join(capsys.readouterr())
@@ -119,7 +119,7 @@ partial = functools.partial(load, model_config=3)
         )
         assert len(made["train"]) == 5
     with pytest.raises(
-        UserError, match=r"source_args\.model_config: 'x': Input should be a valid integer"
+        UserError, match=r"source_args\.model_config: 'x': has to be a whole number"
     ):
         prepare(tmp_path / "b", source="my_source:load", source_args={"model_config": "x"})
 
@@ -221,7 +221,7 @@ def test_forms_without_answers(tmp_path: Path) -> None:
             {"source": "x.jsonl", "layout": "mesages"},
             "^data_prep.layout: 'mesages': unknown; known: .*messages",
         ),
-        ({"train": -1}, "data_prep.train: -1: Input should be greater"),
+        ({"train": -1}, "data_prep.train: -1: has to be greater"),
         ({"colour": 1}, "data_prep.colour: 1: unknown key"),
         ({"system": "Be brief."}, "data_prep.system: 'Be brief.': needs --chat true"),
         (

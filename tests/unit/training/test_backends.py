@@ -334,7 +334,7 @@ def test_every_torchtune_job_has_a_runtime_and_the_image() -> None:
         ),
         (
             Torchtune(config={"dtype": "fp16"}),
-            "config.dtype: 'fp16': Input should be 'bf16' or 'fp32'",
+            "config.dtype: 'fp16': has to be 'bf16' or 'fp32'",
         ),
         (
             Torchtune(config={"model": {"lora_rnak": 8}}),

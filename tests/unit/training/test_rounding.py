@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from safetensors.torch import load_file
 from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 

@@ -142,4 +142,4 @@ def test_deltas_have_the_roles_of_the_version_below(
     assert run_cli(["weights", "diff", root, "1", "2", "--role", "scale"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     (row,) = (line for line in lines if "model." in line or "else" in line)
-    assert row.split() == [names[2], "scale", "0.02%"] and last == "0 tensors are the same"
+    assert row.split() == [names[2], "scale", "0.02%"] and last == "unchanged: 0 tensors"

@@ -119,13 +119,22 @@ def read_file(path: str) -> Rows:
     if file is None:
         raise UserError("data", path, "no such file")
     if suffix is None:
-        remedy = f"must end in one of {SUFFIXES}, perhaps with {', '.join(COMPRESSED)}"
-        raise UserError("data", path, remedy)
+        raise UserError("data", path, explain_suffix())
     compression = COMPRESSED.get(Path(path).suffix.lower())
     # Readers go back and forth in a file, which neither a stream nor an object can.
     if compression or local_path(path) is None:
         file = _copy(file, path, compression)
     return READERS[suffix](file, path)
+
+
+def explain_suffix() -> str:
+    """Return the remedy for a file whose name does not say its format."""
+    return f"must end in one of {SUFFIXES}, perhaps with {', '.join(COMPRESSED)}"
+
+
+def has_known_suffix(path: str) -> bool:
+    """Return whether the name of a file says a format that is read."""
+    return _find_suffix(path) is not None
 
 
 def list_all_files(addresses: Sequence[str], split: str) -> list[str]:

@@ -40,8 +40,8 @@ def serve_gateway(
     device: Annotated[str, typer.Option(help="With --local: auto, cpu or cuda.")] = "auto",
     context: CONTEXT = None,
 ) -> None:
-    """Serve sessions with a resident policy each, driven by forward_backward, optim_step, sample,
-    save and load_state.
+    """Serve sessions, each with a policy that stays in memory. Callers drive them by
+    forward_backward, optim_step, sample, save and load_state.
 
     On a cluster callers send a Kubernetes token, and may have sessions where they may create
     workflows. With --local there is one token, in a file that only you can read. docs/sharing.md

@@ -20,6 +20,7 @@ from tuneloop.core.context import Stage
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.provenance import collect_provenance
+from tuneloop.core.wording import format_count
 from tuneloop.extensions.gateway.wire import Datum
 from tuneloop.formats.facts import CheckpointFacts, VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
@@ -434,11 +435,11 @@ def _document(datum: Datum, names: Sequence[str], policy: "Policy") -> Document:
     length = len(datum.tokens)
     if not 0 < length <= policy.context:
         remedy = f"must be 1 to {policy.context}, the model's context"
-        raise UserError("model_input", f"{length} tokens", remedy)
+        raise UserError("model_input", format_count(length, "token"), remedy)
     required = ("target_tokens", *names)
     for name in required:
         if name not in datum.inputs:
-            remedy = f"is required, one for each of {length} tokens"
+            remedy = f"is required, one for each of {format_count(length, 'token')}"
             raise UserError(f"loss_fn_inputs.{name}", None, remedy)
     for name, values in datum.inputs.items():
         shape = list(values.shape)

@@ -28,6 +28,7 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import Store, local_path, normalize_url
+from tuneloop.core.wording import format_count
 from tuneloop.extensions.gateway import messages, wire
 from tuneloop.extensions.gateway.ledger import Entry, Ledger
 from tuneloop.extensions.gateway.resident import Resident, Sampler, Snapshot
@@ -412,8 +413,10 @@ class Session:
         for entry in entries:
             message, ids = entry.request
             if len(ids) >= context or not 0 <= min(ids) <= max(ids) < vocabulary:
-                span = f"{len(ids)} tokens, {min(ids)} to {max(ids)}"
-                limits = f"the model has {vocabulary} tokens and a context of {context}"
+                span = f"{format_count(len(ids), 'token')}, {min(ids)} to {max(ids)}"
+                limits = (
+                    f"the model has {format_count(vocabulary, 'token')} and a context of {context}"
+                )
                 raise UserError("prompt", span, limits)
             requests.append(Request(str(entry.number), ids, _seeds(message, entry.number)))
         prompt_lengths = [len(request.prompt_ids) for request in requests]

@@ -16,6 +16,7 @@ from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.argo.training_memory import compute_trainer_memory
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.wording import format_count
 from tuneloop.extensions.sharing.claims import share_of
 from tuneloop.extensions.sharing.settings import Share
 from tuneloop.workflow.manifest import labels_of, list_calls
@@ -142,7 +143,11 @@ def check_colocation(workflow: JsonMapping) -> None:
     """Refuse runs that do not fit on one node. Raises UserError with the sum of their memory."""
     for role, runs in compute_colocations(workflow).items():
         for name, amount in runs.excess():
-            group = f"{runs.runs} runs, {role}s," if role else f"{runs.runs} runs"
+            group = (
+                f"{format_count(runs.runs, 'run')}, {role}s,"
+                if role
+                else format_count(runs.runs, "run")
+            )
             terms = runs.describe_use()
             setting = "memory (batch, length)"
             if name == "request":
@@ -163,7 +168,7 @@ def describe_colocation(workflow: JsonMapping, parameters: int | None) -> Iterat
     """
     for role, runs in compute_colocations(workflow).items():
         pods = f"{role}s" if role else "stages"
-        title = f"memory of {runs.runs} runs whose {pods} share a node"
+        title = f"memory of {format_count(runs.runs, 'run')} whose {pods} share a node"
         if runs.node:
             title += f" of {format_gib(runs.node)}"
         yield title

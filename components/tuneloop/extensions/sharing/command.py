@@ -27,8 +27,8 @@ def show_device_leases(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Show which run holds each group's device lease, which runs wait for it, and when each was
-    last served.
+    """Show which run holds the device lease of each group. It also shows which runs wait for it,
+    and when each was last served.
 
     A holder that is silent for the group's patience loses its lease once another run waits for it.
     To end one that works too long, stop its run: `tuneloop cluster stop RUN`, or on this machine

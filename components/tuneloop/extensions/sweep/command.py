@@ -37,7 +37,7 @@ def run_sweep(
     namespace: CLUSTER_NAMESPACE = None,
     context: CONTEXT = None,
 ) -> int:
-    """Run a pipeline with each combination of settings, and rank the runs by their reward.
+    """Run a pipeline with each combination of settings. The runs are ranked by their reward.
 
     Runs on this machine follow one another. With --namespace the runs are submitted to a cluster,
     which gets all of them at once and continues them after Ctrl-C. The same command again resumes

@@ -31,6 +31,7 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.server_token import build_token_headers
+from tuneloop.core.wording import format_count
 from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Ids, Request
 from tuneloop.inference.capabilities import Capabilities
@@ -351,7 +352,7 @@ class Endpoint:
                     completions.append(self._read(fields, sampling.max_tokens))
                 if len(completions) != len(request.seeds):
                     raise self._blame(
-                        f"gives {len(completions)} completions "
+                        f"gives {format_count(len(completions), 'completion')} "
                         f"where {len(request.seeds)} were asked for"
                     )
                 # A replica aborts what it runs as it shuts down.

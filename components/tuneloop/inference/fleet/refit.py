@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable
 from tuneloop.core.store import local_path
+from tuneloop.core.wording import format_count
 from tuneloop.formats.facts import VersionFacts
 from tuneloop.inference.fleet import Fleet, Unreachable, Worker
 
@@ -109,7 +110,11 @@ def refit_fleet(
         lost = _change_workers(new, target, timeout_s, force, done)
     if lost:
         raise next(iter(lost.values()))
-    count = f"{len(done.workers)} workers, and new ones each time" if done.workers else "no worker"
+    count = (
+        f"{format_count(len(done.workers), 'worker')}, and new ones each time"
+        if done.workers
+        else "no worker"
+    )
     remedy = "wait until the fleet is stable, then run it again"
     raise Retryable(f"fleet: {passes} passes found {count}; {remedy}")
 
