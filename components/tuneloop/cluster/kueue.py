@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.kube.connection import Connection
+from tuneloop.kube.connection import ApiRefusal, Connection
 from tuneloop.workflow.pod_settings import RESTRICTED_CONTAINER, RESTRICTED_POD
 from tuneloop.workflow.settings import QUEUE_LABEL
 
@@ -45,7 +45,13 @@ def are_pods_held(cluster: Connection, queue: str) -> bool | None:
     creates no pod, and asks it.
     """
     pod = _build_probe(queue)
-    created = find_object(cluster.core.create_namespaced_pod, cluster.namespace, pod, dry_run="All")
+    try:
+        created = find_object(
+            cluster.core.create_namespaced_pod, cluster.namespace, pod, dry_run="All"
+        )
+    except ApiRefusal:
+        # A policy of the cluster may refuse such a pod for reasons of its own.
+        return None
     if created in (ABSENT, UNSEEN):
         return None
     gates = created.spec.scheduling_gates or ()

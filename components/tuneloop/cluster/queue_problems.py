@@ -312,6 +312,19 @@ def _check_namespace(
     is_selected = all(labels.get(key) in values for key, values in values_by_label.items())
     if selector is not None and is_selected:
         return
+    lacking = {
+        key: values for key, values in values_by_label.items() if labels.get(key) not in values
+    }
+    if lacking and NAMESPACE_LABEL not in lacking:
+        # The ClusterQueue stays as it is, and other namespaces with it.
+        pairs = " ".join(f"{key}={values[0]}" for key, values in lacking.items())
+        yield Problem(
+            "ClusterQueue",
+            name,
+            f"does not admit namespace {cluster.namespace}",
+            command=f"kubectl label namespace {cluster.namespace} {pairs}",
+        )
+        return
     names = sorted({cluster.namespace, *values_by_label.get(NAMESPACE_LABEL, ())})
     expression = {"key": NAMESPACE_LABEL, "operator": "In", "values": names}
     patch = {

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from queue import SimpleQueue
 from typing import Any
@@ -201,51 +201,79 @@ def read_logs(
     Raises:
         UserError: there is no such run, or no such stage, or no pod of `stage`.
     """
-    lines: SimpleQueue[tuple[str, str]] = SimpleQueue()
-    readers: dict[str, threading.Thread] = {}
     workflows = find_workflows(cluster, run)
-    # By their time: the pods of all workflows of a run are listed together, by the run's label.
-    begin = 0.0
     chosen = find_pod_names(workflows, stage) if stage else set()
-    reports = WaitReports(cluster, run)
+    readers = PodReaders(cluster, run, chosen, follow)
     for workflow in workflows:
         if workflow["metadata"]["name"] == since:
-            begin = parse_time(workflow["metadata"]["creationTimestamp"])
+            readers.begin = parse_time(workflow["metadata"]["creationTimestamp"])
+    reports = WaitReports(cluster, run)
     while True:
         # Read before the pods: those of a workflow that has ended are all there.
         is_over = not follow or all(get_workflow_phase(item) in DONE for item in workflows)
-        for pod in _list_started_pods(cluster, run):
-            name = get_pod_stage(pod)
-            is_chosen = not chosen or name in chosen
-            is_new = pod.metadata.creation_timestamp.timestamp() >= begin
-            if not (is_chosen and is_new) or pod.metadata.uid in readers:
-                continue
-            reader = threading.Thread(
-                target=follow_pod, args=(cluster, pod, name, follow, lines), daemon=True
-            )
-            readers[pod.metadata.uid] = reader
-            reader.start()
-            if not follow:
-                # One pod after the other, so that their lines do not mix.
-                reader.join()
+        readers.start_new()
         if is_over:
-            for reader in readers.values():
-                reader.join()
-        yield from _drain(lines)
-        if not is_over:
-            # Without this a run that is never admitted looks like one that has nothing to say.
-            nodes = {key: node for item in workflows for key, node in read_nodes(item).items()}
-            yield from reports.list_new(nodes)
+            readers.join()
+        yield from _drain(readers.lines)
         if is_over:
-            if stage and not readers:
-                pods = " or ".join(sorted(chosen))
-                remedy = (
-                    f"has no pod in {run} ({pods}): it has not run, or its pods are deleted by now"
-                )
-                raise UserError("stage", stage, remedy)
-            return
+            break
+        # Without this a run that is never admitted looks like one that has nothing to say.
+        nodes = {key: node for item in workflows for key, node in read_nodes(item).items()}
+        yield from reports.list_new(nodes)
         time.sleep(1.0)
         workflows = retry_until_available(lambda: find_workflows(cluster, run))
+    if stage and not readers.threads:
+        pods = " or ".join(sorted(chosen))
+        remedy = f"has no pod in {run} ({pods}): it has not run, or its pods are deleted by now"
+        raise UserError("stage", stage, remedy)
+
+
+@dataclass
+class PodReaders:
+    """Threads that read the logs of a run's pods, one for each.
+
+    Attributes:
+        cluster: where the run is.
+        run: its name.
+        chosen: names of pods, as `get_pod_stage` gives them; empty: all.
+        follow: read on until the pod ends.
+        begin: Unix seconds; older pods are not read. The pods of all workflows of a run are listed
+            together, by the run's label.
+        lines: (stage, line) of what was read.
+        threads: pod → its thread.
+    """
+
+    cluster: Connection
+    run: str
+    chosen: set[str]
+    follow: bool
+    begin: float = 0.0
+    lines: SimpleQueue[tuple[str, str]] = field(default_factory=SimpleQueue)
+    threads: dict[str, threading.Thread] = field(default_factory=dict)
+
+    def start_new(self) -> None:
+        """Start to read the pods whose program has started since the last call."""
+        for pod in _list_started_pods(self.cluster, self.run):
+            name = get_pod_stage(pod)
+            is_chosen = not self.chosen or name in self.chosen
+            is_new = pod.metadata.creation_timestamp.timestamp() >= self.begin
+            if not (is_chosen and is_new) or pod.metadata.uid in self.threads:
+                continue
+            thread = threading.Thread(
+                target=follow_pod,
+                args=(self.cluster, pod, name, self.follow, self.lines),
+                daemon=True,
+            )
+            self.threads[pod.metadata.uid] = thread
+            thread.start()
+            if not self.follow:
+                # One pod after the other, so that their lines do not mix.
+                thread.join()
+
+    def join(self) -> None:
+        """Wait until the logs of all pods are read."""
+        for thread in self.threads.values():
+            thread.join()
 
 
 def find_pod_names(workflows: Sequence[JsonMapping], stage: str) -> set[str]:

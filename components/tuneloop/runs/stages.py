@@ -227,6 +227,10 @@ def _describe_cluster_stage(
         phase = "Pending" if message else "Running"
     elif phase == "Pending":
         message = waiting.get(newest.name, message)
+    elif newest.daemoned and phase == "Succeeded":
+        # Argo says so as soon as a server is ready, and takes the mark off when it ends.
+        phase = "Ready"
+        done = []
     status = StageStatus(
         name,
         phase,

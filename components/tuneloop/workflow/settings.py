@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
@@ -229,6 +229,12 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     pod: PodSettings | None = Field(
         None, description="what all pods have besides tuneloop's own (docs/pods.md)"
     )
+
+    @field_validator("queue", "priority", "claim", mode="before")
+    @classmethod
+    def _read_empty(cls, value: object) -> object:
+        """Read nothing, as in ``--set cluster.queue=``, as an empty text: there is none."""
+        return "" if value is None else value
 
     @property
     def sandbox_environment(self) -> dict[str, str]:

@@ -109,6 +109,8 @@ class Objects(Answering):
             return self._answer(200, self.server.logs[url.path.split("/")[-2]])
         if url.path.startswith("/apis/kueue.x-k8s.io/") and url.path.count("/") == 3:
             return self._answer(200, {"groupVersion": url.path[6:], "resources": []})
+        if url.path.endswith(("/limitranges", "/resourcequotas")):
+            return self._answer(200, {"items": [], "metadata": {}})
         if match is None:
             return self._answer(
                 200 if "/api/v1/namespaces/" in url.path else 403, {"message": "forbidden"}

@@ -166,6 +166,19 @@ def test_status_names_who_holds_the_quota(api: Api, capsys: Output) -> None:
     )
 
 
+def test_a_server_that_still_serves_is_ready(api: Api, capsys: Output) -> None:
+    """Argo calls its node Succeeded once it is ready."""
+    node = {"id": "a", "name": "demo.serve", "displayName": "serve", "type": "Pod"}
+    node |= {"phase": "Succeeded", "daemoned": True, "templateName": "serve"}
+    workflow = add_workflow(api, "demo", "demo", 0, phase="Running", nodes={"a": node})
+    assert run_cli(["cluster", "status", "demo"]) == 0
+    assert "\nserve  Ready" in capsys.readouterr().out
+    del node["daemoned"]
+    workflow["status"]["phase"] = "Succeeded"
+    assert run_cli(["cluster", "status", "demo"]) == 0
+    assert "\nserve  Succeeded" in capsys.readouterr().out
+
+
 def test_who_follows_a_run_hears_what_it_waits_for(
     api: Api, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:

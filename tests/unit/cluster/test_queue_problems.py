@@ -12,6 +12,7 @@ from tuneloop.cluster.queue_problems import (
     find_queue_warnings,
     find_quota_problems,
 )
+from tuneloop.config.loading import find_pipeline
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 
@@ -159,8 +160,11 @@ def test_a_cluster_without_kueue_orders_nothing() -> None:
         finding = find_finding(server, QUEUED)
     assert "queue: 'q': Kueue is not installed in test" in finding
     assert "--set cluster.queue=" in finding
+    # The remedy does what it says.
+    pipeline = find_pipeline("grpo")
+    workflow = pipeline.build(pipeline.configure(None, ["cluster.queue="]))
     with serve_cluster() as server:
-        assert not list(find_queue_problems(connected(server.url), {"spec": {"templates": []}}))
+        assert not list(find_queue_problems(connected(server.url), workflow))
 
 
 def test_a_kueue_that_lets_pods_start_at_once() -> None:
@@ -217,3 +221,22 @@ def test_queues_that_this_account_may_not_see_are_said() -> None:
             warning
         )
         assert not list(find_queue_problems(cluster, QUEUED))
+
+
+def test_a_namespace_without_the_label_that_a_cluster_queue_selects() -> None:
+    """It is labelled: a ClusterQueue that selected it by name would no longer admit the others."""
+    with serve_cluster() as server:
+        server.objects = {
+            KUEUE: {"groupVersion": KUEUE[6:], "resources": []},
+            f"{KUEUE}/namespaces/tuneloop/localqueues/q": {"spec": {"clusterQueue": "cq"}},
+            f"{KUEUE}/clusterqueues/cq": {"spec": cluster_queue(8)},
+            "/api/v1/namespaces/tuneloop": {"metadata": {"name": "tuneloop", "labels": {}}},
+        }
+        spec = server.objects[f"{KUEUE}/clusterqueues/cq"]["spec"]
+        spec["namespaceSelector"] = {"matchLabels": {"tuneloop.dev/runs": "true"}}
+        assert find_finding(server, QUEUED).endswith(
+            "does not admit namespace tuneloop; kubectl label namespace tuneloop tuneloop.dev/runs=true"
+        )
+        labels = {"tuneloop.dev/runs": "true"}
+        server.objects["/api/v1/namespaces/tuneloop"]["metadata"]["labels"] = labels
+        assert not list(find_queue_problems(connected(server.url), QUEUED))
