@@ -192,8 +192,8 @@ class VllmEngine(ServingEngine, frozen=True, extra="forbid"):
     kind: Literal["vllm"] = Field("vllm", description="vLLM servers of the run")
     args: JsonObject | None = Field(
         None,
-        description="vLLM's own options; setting some replaces all of the default, but a "
-        "pretrained model's max_model_len; null: max_model_len 256 and enforce_eager",
+        description="vLLM's own options; null: max_model_len 256 and enforce_eager; what is set "
+        "replaces both, and for a pretrained model max_model_len is added where it is left out",
     )
     deterministic: bool = Field(
         False,

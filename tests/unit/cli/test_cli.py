@@ -373,7 +373,7 @@ def test_the_settings_are_printed_as_a_file(call: Call) -> None:
     assert "  # maximum tokens of a completion; " in printed and "  #max_tokens: 8\n" in printed
     below = call("schema", "grpo", "cluster.trainer").out
     assert "    #gpus: 0\n" in below and "sampler" not in below
-    refused(call("schema", "grpo", "nope"), "SECTION: 'nope': no setting is below it")
+    refused(call("schema", "grpo", "nope"), "SECTION: 'nope': is no setting and no section of grpo")
 
 
 def test_render_prints_what_it_writes(call: Call, tmp_path: Path) -> None:

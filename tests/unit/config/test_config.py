@@ -353,8 +353,8 @@ def test_an_engine_has_the_keys_of_its_kind_alone(sets: list[str], message: str)
         (
             "grpo",
             ["engine.fleet=http://a:1"],
-            "engine.fleet: 'http://a:1': is now engine.weights.fleet: --set engine=endpoint --set "
-            "engine.weights.kind=refit --set engine.weights.fleet=ADDRESS",
+            "engine.fleet: 'http://a:1': is now engine.weights.fleet, of servers of yours alone: "
+            "--set engine=endpoint --set engine.weights.kind=refit --set engine.weights.fleet=ADDRESS",
         ),
         ("grpo", ["sft.lora.r=8"], "sft.lora.r: 8: unknown key; did you mean trainer.lora.r?"),
         (
@@ -362,7 +362,11 @@ def test_an_engine_has_the_keys_of_its_kind_alone(sets: list[str], message: str)
             ["sft.lora.r=8"],
             "sft.lora.r: 8: unknown key; did you mean trainer.lora.r?",
         ),
-        ("grpo", ["sft.epochs=1"], "sft.epochs: 1: unknown key; there is no section sft, only se"),
+        (
+            "grpo",
+            ["sft.epochs=1"],
+            "sft.epochs: 1: unknown key; this pipeline has no section sft, only se",
+        ),
         ("grpo", ["engine.url=http://a"], "--set engine.rollout_endpoint_url=URL"),
         ("grpo", ["engine.endpoint=http://a"], "--set engine.rollout_endpoint_url=URL"),
         ("grpo", ["engine.max_model_len=512"], "option of the engine's own: engine.args.max_mode"),
