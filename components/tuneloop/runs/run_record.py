@@ -133,7 +133,9 @@ class Run(CommittedArtifacts):
         record = read_record(name, root)
         run = cls(name, root, record)
         if record is None and not run.entries:
-            check_store_exists(root)
+            # The default store is made by the first run.
+            if root != ROOT:
+                check_store_exists(root)
             known = list_runs(root)
             names = ", ".join(known[:LISTED_RUNS]) or "none"
             if len(known) > LISTED_RUNS:

@@ -157,7 +157,7 @@ def test_every_option_has_help(call: Call) -> None:
 @pytest.mark.parametrize("words", [[], ["kfp"], ["weights"]])
 def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
     result = call(*words)
-    assert result.code == 2 and re.search(r"^Commands:\n  \w", result.err, re.M)
+    assert result.code == 2 and re.search(r"^(Commands|Run):\n  \w", result.err, re.M)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
         (["schema", "nope"], "or give the path of a .py file"),
         (["schema", "nope.py"], "no such file"),
         (["render", TOY, "--set", "iteration=2"], "did you mean iterations?"),
-        (["render", TOY, "--set", "iterations=many"], "valid integer"),
+        (["render", TOY, "--set", "iterations=many"], "whole number"),
         (["render", TOY, "--set", "iterations=0"], "greater than or equal to 1"),
         (["render", TOY, "--set", "sft.skill=9"], "sft.skill"),
         (["run", TOY, "-c", "missing.yaml"], "missing.yaml"),
@@ -269,7 +269,7 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
         ),
         (
             ["plan", "sft", "--set", "sft.backend=trll"],
-            "backends: 'trll': unknown; known: native, torchtune, trl",
+            "sft.backend: 'trll': unknown; known: native, torchtune, trl",
         ),
         (
             ["render", "sft_then_grpo", "--set", "sft.backend=trl", "--set", "trainer.lora.r=8"],
@@ -397,7 +397,7 @@ def test_lint_says_what_it_finds(call: Call, monkeypatch: pytest.MonkeyPatch) ->
     result = call("lint", TOY)
     assert (result.code, result.out, result.err) == (
         2,
-        "toy_pipeline: 1 problems\n",
+        "toy_pipeline: 1 problem\n",
         "error: spec: 1: wrong\n",
     )
 
@@ -1171,6 +1171,6 @@ def test_a_run_says_where_its_mirrors_are(
     monkeypatch.setenv("TUNELOOP_TRACKERS", f"tensorboard+{tmp_path}/curves")
     done = call("run", TOY, "--run", "mine", "--no-warm")
     assert done.code == 0, done.err
-    (at,) = re.findall(r"^  tensorboard  (\S+/curves/mine-\w{8}), \d+ iterations$", done.out, re.M)
+    (at,) = re.findall(r"^  tensorboard  (\S+/curves/mine-\w{8})$", done.out, re.M)
     (first,) = Path(at).iterdir()
-    assert call("track", "mine").out == f"{at}, 2 iterations\n" and not first.exists()
+    assert call("track", "mine").out == f"{at}\n" and not first.exists()
