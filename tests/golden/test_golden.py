@@ -60,14 +60,6 @@ FORMS = {
 }
 
 
-def test_a_pipelines_file_prints_its_workflow(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "pipelines/sft.py"]
-    printed = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True)
-    assert printed.returncode == 0, printed.stderr
-    assert run_cli(["render", "sft"]) == 0
-    assert printed.stdout == capsys.readouterr().out
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.stem)
 def test_rendered_yaml(

@@ -212,6 +212,7 @@ def build_kfp_pipeline(
     from tuneloop.cli.checks import check_limits
     from tuneloop.config.loading import find_pipeline
     from tuneloop.planning.limits import find_limits, read_pods
+    from tuneloop.planning.pod_paths import list_mounted_paths
 
     definition = find_pipeline(pipeline)
     if not hasattr(definition.module, "build_kfp"):
@@ -223,7 +224,7 @@ def build_kfp_pipeline(
     compiled = definition.module.build_kfp(settings)
     # What the pods need is read from the Argo form: both are made from the same stages.
     workflow = definition.build(settings)
-    mounts = list(settings.kfp.volumes.values()) if submitted else None
+    mounts = list_mounted_paths(workflow) if submitted else None
     limits = find_limits(settings, workflow, read_pods(settings), mounts=mounts)
     check_limits(limits, ignore=False)
     return compiled, settings

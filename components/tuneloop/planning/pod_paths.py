@@ -1,5 +1,6 @@
 """Paths of this machine in the settings of a run that pods carry out: pods do not see them."""
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -23,14 +24,19 @@ def list_mounted_paths(workflow: JsonMapping) -> list[str]:
     spec = workflow["spec"]
     paths: set[str] = set()
     for template in spec.get("templates", ()):
-        volumes: list[JsonMapping] = list(spec.get("volumes", ()))
-        volumes += template.get("volumes", ())
+        container = template.get("container") or {}
+        volumes: list[JsonMapping] = []
+        mounts: list[JsonMapping] = list(container.get("volumeMounts", ()))
+        for owner in (spec, template):
+            volumes += owner.get("volumes", ())
+            # The volumes of `cluster.pod` are a patch: Argo has no field for those of one container.
+            patch = json.loads(owner.get("podSpecPatch") or "{}")
+            volumes += patch.get("volumes", ())
+            for item in patch.get("containers", ()):
+                mounts += item.get("volumeMounts", ())
         # What is empty at a pod's start has nobody's files.
         lasting = {volume["name"] for volume in volumes if "emptyDir" not in volume}
-        container = template.get("container") or {}
-        for mount in container.get("volumeMounts", ()):
-            if mount["name"] in lasting:
-                paths.add(mount["mountPath"])
+        paths |= {mount["mountPath"] for mount in mounts if mount["name"] in lasting}
     return sorted(paths)
 
 

@@ -13,7 +13,7 @@ from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.run_plan import plan_stage, plan_stages
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cluster.run_workflows import as_template, prepare_workflow
-from tuneloop.cluster.schedule import build_data_check_spec
+from tuneloop.cluster.schedule import build_check_spec
 from tuneloop.config.extended import extend_cluster
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
@@ -146,7 +146,7 @@ def test_what_cannot_share_says_so() -> None:
 
 def test_a_schedule_only_looks_and_reserves_nothing() -> None:
     made = prepare_workflow(grpo(), run="nightly", store="s3://a/b")
-    spec = build_data_check_spec(made, "nightly")
+    spec = build_check_spec(made, "nightly")
     assert "onExit" not in spec and "take-claim" not in {each["name"] for each in spec["templates"]}
     assert "depends" not in spec["templates"][-1]["dag"]["tasks"][0]
 

@@ -67,7 +67,7 @@ def test_status_says_what_was_recognised_and_the_held_out_loss(
     assert "  data          recognised: ShareGPT; conversations from conversations" in out
     assert "  rows          19 demonstrations, 1 held out\n" in out
     losses = "2.500 → 1.250 nats a token, perplexity 12.18 → 3.49"
-    assert f"  held-out loss {losses} (12 target tokens of 1 held-out demonstrations)" in out
+    assert f"  held-out loss {losses} (12 target tokens of 1 held-out demonstration)" in out
     assert "train 0" not in out
     assert run_cli(["status", "r", "--store", str(store), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)

@@ -21,6 +21,7 @@ from tuneloop.core.artifacts import Draft
 from tuneloop.core.errors import Unavailable, UserError
 from tuneloop.inference.fleet.service import Service
 from tuneloop.runs.run_record import Run
+from tuneloop.workflow.settings import CLIENT_LABEL, RUN_LABEL
 
 NOBODY = "http://127.0.0.1:9"
 OURS = "vllm:num_requests_running 40\nvllm:num_requests_waiting 88\n"
@@ -66,8 +67,15 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         server.RequestHandlerClass = Scaling
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("KUBECONFIG", kubeconfig(server.url, tmp_path))
-        client = {"metadata": {"name": "demo-rollout"}, "status": {"phase": "Running"}}
-        ended = {"metadata": {"name": "demo-rollout-0"}, "status": {"phase": "Succeeded"}}
+        labels = {RUN_LABEL: "demo", CLIENT_LABEL: "true"}
+        client = {
+            "metadata": {"name": "demo-rollout", "labels": labels},
+            "status": {"phase": "Running"},
+        }
+        ended = {
+            "metadata": {"name": "demo-rollout-0", "labels": labels},
+            "status": {"phase": "Succeeded"},
+        }
         server.objects["/api/v1/namespaces/tuneloop/pods"] = [client, ended]
         server.objects[SCALE] = {"spec": {"replicas": 1}}
         yield server
@@ -75,6 +83,10 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 def endpoints(*urls: str) -> list[dict[str, Any]]:
+    metadata = {
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+        "labels": {"kubernetes.io/service-name": "rollout"},
+    }
     made = []
     for url in urls:
         port = int(url.rpartition(":")[2])
@@ -84,14 +96,8 @@ def endpoints(*urls: str) -> list[dict[str, Any]]:
             "targetRef": {"uid": url},
         }
         slice_ = {"addressType": "IPv4", "ports": [{"port": port}], "endpoints": [ready]}
-        made.append({"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}, **slice_})
-    return made or [
-        {
-            "metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"},
-            "addressType": "IPv4",
-            "endpoints": [],
-        }
-    ]
+        made.append({"metadata": metadata, **slice_})
+    return made or [{"metadata": metadata, "addressType": "IPv4", "endpoints": []}]
 
 
 def look(rule: AutoscalingRule) -> str:

@@ -131,6 +131,8 @@ def test_what_pods_can_reach_is_rendered(
     # A claim of the pods is their own disk.
     mounted = ["--set", "cluster.claim=models", "--set", "base_model=/tuneloop/store/llama"]
     sft = find_pipeline("sft")
+    patched = sft.configure(sets=["cluster.pod.volumes={/models: pvc/weights}"])
+    assert "/models" in list_mounted_paths(sft.build(patched))
     paths = list_mounted_paths(sft.build(sft.configure(sets=["cluster.claim=models"])))
     assert len(paths) == 1
     mounted[-1] = f"base_model={paths[0]}/llama"
