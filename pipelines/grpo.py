@@ -15,6 +15,8 @@ What samples is one of three engines:
 - With `endpoint` your own fleet pulls the versions, and only its URL is used. With
   `engine.weights=refit` its workers are given each version before they are sampled from.
 
+`sft_then_grpo.py` takes `Config`, `stages` and `LOOP` from here: what changes here changes there.
+
 With `loop.asynchronous` the next batch is sampled while the policy is updated on this one, so that
 neither waits; all but the first batch of a workflow are one version old.
 """

@@ -41,7 +41,8 @@ def draw(graph: Graph) -> None:
     data = graph.stage(data_prep)
     model = graph.stage(base_model, prompts=data.prompts)
     start = tuning.fine_tune(graph, model.checkpoint, data.prompts)
-    # The server boots with the base model while SFT trains, and loads `start` then.
+    # The server boots with the base model while SFT trains, and loads `start` then. The loop draws
+    # the evaluations and the export, too: `evaluate` asks the loop's server.
     graph.loop(serve=model.checkpoint, policy=start, reference=start, prompts=data.prompts)
 
 

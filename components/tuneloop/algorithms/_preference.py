@@ -3,7 +3,8 @@
 It knows completions only by their log-ratio to the reference.
 
 `stages/preference.py` calls `loss` and `measures` for each micro-batch, whose pairs lie side by
-side: chosen, rejected, chosen, rejected.
+side: chosen, rejected, chosen, rejected. Of the measures it logs those that its `METRICS` names: a
+further one has to be added there, too.
 """
 
 from dataclasses import dataclass

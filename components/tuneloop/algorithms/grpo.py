@@ -1,6 +1,7 @@
 """Group relative policy optimization (arXiv 2402.03300).
 
-A completion's baseline is its group's mean reward.
+A completion's baseline is its group's mean reward. The classes of dapo, dr_grpo, gspo and cispo
+extend the one here: what changes in it changes in them, unless they override it.
 """
 
 from pydantic import Field

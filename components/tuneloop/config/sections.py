@@ -5,8 +5,9 @@ transformers}`` those of another. A text in place of such a section is its kind,
 ``--set engine=transformers`` is the same as ``--set engine.kind=transformers``. Any other name than
 those of the classes is a plugin, where the union has a class for `PLUGIN`.
 
-Sections of several kinds are the engine, its weights, and algorithms (`choose_by_kind`). What
-lists, follows or refuses settings goes through these functions, and knows no kind by its name.
+Sections of several kinds are algorithms, whose unions `choose_by_kind` makes, and the engine and its
+weights, whose unions `config/engines.py` and `config/engine_weights.py` write out of the same parts.
+What lists and follows settings goes through these functions, and knows no kind by its name.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

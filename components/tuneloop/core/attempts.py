@@ -7,8 +7,9 @@ number (`ATTEMPT`). It reads the record that the previous attempt left below its
 up once a budget of the table is used up: too many attempts in a row have made no progress, that is
 no commit, no new resume point, no answered request. A first attempt reads and writes nothing.
 
-Who sets the variables: `argo/pod_fields.py` in every pod, from Argo's ``lastRetry``; the local
-executor, as it runs the same workflow; `kfp/retry.py` for repetitions in a process. Who asks: each
+Who sets the variables: `argo/pod_fields.py` in every pod, from Argo's ``lastRetry``, and
+`argo/jobset.py` in those of a JobSet; the local executor, as it runs the same workflow. `kfp/retry.py`
+repeats a stage in one process and counts by a `Record` of its own. Who asks: each
 stage before it begins (`core/component.py`), and a rollout server (`inference/server.py`).
 """
 

@@ -29,7 +29,8 @@ RELEASED = ".released"
 lease."""
 STOP_FRACTION = 0.25
 """The last fraction of a renewal's validity: a stage that reaches it without another renewal is
-asked to stop."""
+asked to stop. A renewal comes four times within its validity (`BEATS` of `sharing/leases.py`), so that
+one, or two, may be lost; a larger fraction than a half would stop a stage for one."""
 POLL_S = 0.2
 """Seconds between two looks at the file of the lease. It is small, and on this node."""
 

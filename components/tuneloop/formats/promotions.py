@@ -17,7 +17,8 @@ KEY = "promoted.json"
 
 # The record of a promotion: the version that was named, and the evaluation whose results
 # (`figures`) reached the
-# minima (`least`). Its fields are keys of a file, so they are not renamed.
+# minima (`least`). `runs/promotions.py` writes it. Its fields are keys of a file, so they are not
+# renamed, and one that is added is `NotRequired`: older files lack it.
 Promotion = TypedDict(  # noqa: UP013
     "Promotion",
     {

@@ -89,7 +89,8 @@ def encode_completion(tokenizer: Any, text: str) -> list[int]:
 
 def stop_ids(tokenizer: Any, model: Path) -> tuple[int, ...]:
     """Return the ids that end a completion: the tokenizer's and those of generation_config.json,
-    sorted."""
+    sorted. `digest_tokenizer` (`training/corpora.py`) and `config/model_facts.py` name the same files,
+    and change with it."""
     ids = {tokenizer.eos_token_id}
     config = model / "generation_config.json"
     if config.exists():

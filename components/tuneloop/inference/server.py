@@ -63,7 +63,9 @@ UVICORN: JsonObject = {
     "timeout_keep_alive": 75,
 }
 GRACE_S = 20
-"""Seconds, of a pod's 30, for running answers after SIGTERM.
+"""Seconds for running answers after SIGTERM: less than the 30 that a Deployment's pod has
+(`manifests/`) and the server beside KFP's iterations; Argo's pods of servers have the sampler's
+`grace_s`.
 
 Then they are cut off, and clients retry elsewhere.
 """

@@ -1,8 +1,10 @@
 """The task of a schedule's recurring run: ``python -m tuneloop.kfp.check_data --executor-input …``
 
 It makes the prompts again and starts the run named after their digest, by the rule of
-`tuneloop.cluster.schedule`: a successful run is not repeated, a failed one is resumed, and none
-starts while another is active.
+`tuneloop.cluster.schedule`: a successful run is not repeated, a failed one is resumed (a new run of
+KFP with the same name goes on with its artifacts), and none starts while another is active.
+
+`kfp/schedule.py` declares the parameters of this task and fills them in.
 """
 
 import re
@@ -22,15 +24,13 @@ from tuneloop.runs.records import DIGITS
 from tuneloop.stages.data_prep import data_prep
 
 
-def start_scheduled_run(
-    api: RunApi, recurring_run: JsonMapping, digest: str, schedule: JsonMapping
-) -> str:
+def start_scheduled_run(api: RunApi, tick: JsonMapping, digest: str, schedule: JsonMapping) -> str:
     """Start the run of the prompts with `digest`, unless it has succeeded or a run of the schedule
     is active.
 
     Args:
         api: of the backend that the task runs on.
-        recurring_run: the message of the recurring run, which the task belongs to.
+        tick: the API's message of the run that the recurring run has started now, with this task.
         digest: of the prompts, ``sha256:…``.
         schedule: has ``schedule`` (its name), ``store``, ``pipeline_id`` and
             ``pipeline_version_id``.
@@ -39,13 +39,13 @@ def start_scheduled_run(
         A line that says what was started, or why nothing was.
 
     Raises:
-        Interrupted: the recurring run is being stopped.
+        Interrupted: that run is being stopped.
     """
     prefix = schedule["schedule"]
     name = f"{prefix}-{digest.partition(':')[2][:DIGITS]}"
     # The API matches parts of names, so it also lists runs of a schedule whose name is longer.
     pattern = re.compile(rf"{re.escape(prefix)}-[0-9a-f]{{{DIGITS}}}")
-    experiment_id = recurring_run["experiment_id"]
+    experiment_id = tick["experiment_id"]
     candidates = api.list_runs(experiment_id, f"{prefix}-", part=True)
     runs = [run for run in candidates if pattern.fullmatch(run["display_name"])]
     for run in runs:
@@ -55,9 +55,9 @@ def start_scheduled_run(
     newest = next((run for run in runs if run["display_name"] == name), None)
     if newest and newest["state"] == "SUCCEEDED":
         return f"skipped: no new data since {name}"
-    refuse_stopped_run(recurring_run)
+    refuse_stopped_run(tick)
     config: JsonObject = {"parameters": {"run": name, "store": schedule["store"]}}
-    root = recurring_run.get("runtime_config", {}).get("pipeline_root")
+    root = tick.get("runtime_config", {}).get("pipeline_root")
     if root:
         config["pipeline_root"] = root
     request: JsonObject = {
@@ -69,8 +69,8 @@ def start_scheduled_run(
         },
         "runtime_config": config,
     }
-    if recurring_run.get("service_account"):
-        request["service_account"] = recurring_run["service_account"]
+    if tick.get("service_account"):
+        request["service_account"] = tick["service_account"]
     run_id = api.start_run(request)
     return f"started {name} as {run_id}"
 
@@ -88,8 +88,8 @@ def main(argv: Sequence[str]) -> int:
         api = RunApi(parameters["api"])
         manifest = find_manifest(url)
         assert manifest is not None, "the stage has just committed it"
-        recurring_run = api.read_run(parameters["run_id"])
-        line = start_scheduled_run(api, recurring_run, manifest.digest, parameters)
+        tick = api.read_run(parameters["run_id"])
+        line = start_scheduled_run(api, tick, manifest.digest, parameters)
         print(line, file=sys.stderr)
         task.results = {"done": line}
         return 0

@@ -268,6 +268,7 @@ def build_connection(settings: Any, namespace: str, context: str) -> Connection:
     api = client.ApiClient(settings)
     # Every request of every API of this client goes through this method.
     translate = translate_api_errors(settings.host, context)
+    # No timeout for all calls here: `cluster/watch.py` follows logs through it.
     api.call_api = translate(api.call_api)  # type: ignore[method-assign]
     return Connection(
         namespace=namespace,

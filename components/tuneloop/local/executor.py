@@ -6,7 +6,7 @@ directory, which `tuneloop.local.journal` describes.
 `tuneloop run`, `resume` and `fork` call `execute_parts` in their own process (`cli/execute.py`);
 tests and `tuneloop` itself have no other way to run a workflow here. The modules below it: `graph`
 (tasks), `retries` (attempts), `pod` (one container), `processes` (its process), `journal` (what
-others read).
+others read), `execution` (the run as a whole: once it is being stopped, nothing is started).
 """
 
 import json

@@ -16,11 +16,16 @@ from tuneloop.rewards.answers.notation import normalize_notation
 from tuneloop.rewards.outcomes import Unverifiable
 
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+"""LaTeX's plain text in a formula, of which the text is compared."""
 LETTER = re.compile(
     r"(?:(?:option|choice|answer)\s*)?\(?([A-Z])(\)?[.:]?)(?![\w'’])\s*(.*)", re.DOTALL
 )
+"""A letter, and what is said of it: ``C``, ``(C)``, ``Option C.``, ``C. Paris``."""
 BEGINS = re.compile(r"\W*[A-Z](?![\w'])")
+"""The beginning of a text that names a letter."""
 ANOTHER = re.compile(r"(?:\b(?:or|and)\b|[,/&]).*\(?\b[A-Z]\b|\([A-Z]\)", re.DOTALL)
+"""Another letter behind the first: two choices are none. A change of these patterns is tried on the
+texts of ``tests/unit/rewards/test_choice_and_json.py``."""
 
 
 def score(completion: str, answer: str, metadata: JsonObject) -> float:
@@ -41,7 +46,7 @@ def score(completion: str, answer: str, metadata: JsonObject) -> float:
 
 
 def write_answers(answer: str, metadata: JsonObject) -> list[str]:
-    """Write the letter in a box and in sentences."""
+    """Write the letter in a box and in sentences, by which `rewards/proof.py` proves gold answers."""
     letter = find_letter(answer, read_choices(metadata))
     if letter is None:
         return [answer]

@@ -1,7 +1,10 @@
 """What judging a completion gives: a score, or what kept it from one.
 
 `reward` writes an `Outcome` as the columns ``outcome``, ``score`` and ``breakdown``; trainers and
-people read these. A kind that is added is a value of that column.
+people read these. A kind that is added is a value of that column, and has to be decided in
+`rewards/score_record.py` (is it final, or judged again?), `rewards/error_budget.py` (what is said of
+it), `rewards/scoring.py` (which of several kinds is the row's), and in `training/samples.py` and
+`runs/run_record.py` (does such a row have a score?).
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """Alarms for the silent failures of reinforcement learning, found in the curves of a run.
 
-The page and `status` show them. They go by the names of metrics that `training/policy_gradient.py`
-and the algorithms record, so that a renamed metric silences one.
+The page and `status` show them. They go by the names of metrics that `training/policy_gradient.py`,
+the algorithms, `stages/rollout.py` and `stages/reward.py` record and `Run.curves` reads, so that a
+renamed metric silences one.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,10 +11,11 @@ from statistics import median
 from tuneloop.runs.run_record import Curve
 
 Points = Sequence[tuple[float, float]]
-"""The points of a curve: iteration and value."""
+"""The points of a curve: iteration and value. There is one for each optimizer step, at fractions of
+the iteration where `updates_per_batch` is above 1."""
 PointsByName = Mapping[str, Points]
 WINDOW = 5
-"""The number of iterations whose median is taken as the first, or the current, value of a curve."""
+"""The number of points whose median is taken as the first, or the current, value of a curve."""
 LARGE_GAP = 0.01
 """In nats; different kernels with equal weights differ by less."""
 SOLVED = 0.95

@@ -1,13 +1,15 @@
 """Copy an artifact, or a part of it, to a directory: the program of a TrainJob's initializers.
 
-    python -m tuneloop.training.fetch --into /workspace/model s3://bucket/demo/base-model@xxh3-128:…
+    python -m tuneloop.training.fetch --into /workspace/model s3://bucket/demo/base-model@sha256:…
 
 A file or directory of the artifact follows ``#``; without it the whole artifact is copied. Kubeflow
 Trainer passes the reference as ``STORAGE_URI``. Every byte is verified; a complete directory is not
 copied again. With ``--messages`` the chats in Parquet files of `data_prep`, which are JSON text,
 become lists of messages, as trainers like TRL read them.
 
-Who runs it: the initializers of a TrainJob (`argo/trainjob.py`), and `training/delegation.py` and
+Who runs it: a Workflow's step before a TrainJob (`argo/trainjob.py`), initializers with fixed flags
+(`manifests/components/trainer/trl/trl.yaml`, `manifests/components/model-server/server.yaml`), and
+`training/delegation.py` and
 `extensions/provenance/attestation.py`, which call `fetch_artifact`.
 """
 

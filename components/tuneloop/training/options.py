@@ -1,8 +1,13 @@
 """The parameters that all training stages share: their types, bounds and defaults.
 
-Each option is a flag of every stage whose options have it, a key of the pipelines' settings, and,
-if it describes the model, an argument of `Policy` (`MODEL_OPTIONS`) and a key of the section
-``trainer`` (`config/trainer.py`).
+Each option is a flag of every stage whose options have it and a key of the pipelines' settings. Those
+that describe the model are arguments of `Policy` (`MODEL_OPTIONS`); those that all stages of a run
+have in common are in the section ``trainer`` (`TRAINER_SETTINGS` of `config/trainer.py`).
+
+A new option is used in `training/fsdp/trainer.py`, and has to be named in three more places:
+`SHARED_OPTIONS` or `UNSUPPORTED` of `training/backends/trl.py`, as TRL's backend ignores it
+otherwise; `flags` of `stages/policy_update.py`, if a loop has it; and, if it is a field of
+`Optimization`, where `extensions/gateway/resident.py` makes one for each step.
 """
 
 import math

@@ -1,7 +1,9 @@
 """The definition of a pipeline for all engines: its stages, their calls and its loop.
 
-`tuneloop.argo.pipeline` and `tuneloop.kfp.pipeline` draw it. A pipeline with branches or nested
-loops writes its graph for the engine itself.
+`tuneloop.argo.pipeline` and `tuneloop.kfp.pipeline` draw it; of a `Loop`, `argo/loop.py` and
+`kfp/loop.py` draw the iterations, `argo/run_plan.py` plans them, `workflow/pod_loop.py` runs several
+in one pod, and `runs/forking.py` reads where one begins. A pipeline with branches or nested loops
+writes its graph for the engine itself.
 """
 
 import copy
@@ -75,7 +77,7 @@ class Step:
 
     Args:
         component: the stage.
-        optional: the step is left out if it has no `StageSpec`.
+        optional: the step is left out if it has no `StageSpec`; only for steps of `Loop.finish`.
         wires: an input or parameter → a value of the loop, such as ``policy``, or an earlier
             step's output, such as ``reward.rewards``.
 
@@ -131,6 +133,9 @@ class Loop:
         # A step sees the outputs of those before it.
         values = set(self.inputs)
         for step in self.steps:
+            if step.optional:
+                remedy = "only a step of `finish` may be optional: leave it out of `steps`"
+                raise UserError("loop.steps", step.name, remedy)
             self._check_wires(
                 f"loop.steps.{step.name}",
                 step.wires.values(),

@@ -1,8 +1,11 @@
 """What an extension changes of the pods that a pipeline renders, what the change needs on the cluster,
 and what it means on this machine.
 
-An extension declares a `PodHook` (`tuneloop.core.hooks.Extension.pod`). The core asks all of them
-at the places that their methods name. Objects of Hera are `Any` here, as this package is below its
+An extension declares a `PodHook` (`tuneloop.core.hooks.Extension.pod`). Who asks all of them: the
+adapter of Argo (`argo/pod_fields.py`, `argo/jobset.py`, `argo/template.py`), `cluster/serving.py`,
+lint, plan and preflight, and the local executor. Pods of Kubeflow Pipelines and of Trainer are made
+by others, who ask no hook: a change that has to be in them refuses that use (`find_obstacle`). Objects
+of Hera are `Any` here, as this package is below its
 adapter.
 """
 

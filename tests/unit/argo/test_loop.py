@@ -66,6 +66,10 @@ def looped(**about: Any) -> Loop:
             r"loop.reward: 'reward.mean_reward': .*known here: .*reward.mean-reward",
         ),
         ({"check": Step(toy.evaluate, policy="polcy")}, "loop.evaluate: 'polcy'"),
+        (
+            {"steps": [Step(toy.rollout, optional=True, policy="policy", iteration="iteration")]},
+            "loop.steps: 'rollout': only a step of `finish` may be optional",
+        ),
     ],
 )
 def test_a_wire_that_leads_nowhere_is_named(about: dict[str, Any], says: str) -> None:

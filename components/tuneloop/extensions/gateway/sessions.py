@@ -35,8 +35,9 @@ class SessionRequest(BaseModel, frozen=True, extra="forbid"):
 
     It is also stored, as an annotation of the session's Job (`jobs.py`), and read back with an
     unknown field refused: fields may be added with a default, and none may be removed while Jobs
-    of an earlier release run. Requests of one caller with the same idempotency key and equal bodies
-    refer to one session.
+    of an earlier release run. What Tinker's client may set is listed in `app.py`
+    (`tinker_session`). Requests of one caller with the same idempotency key and equal bodies refer
+    to one session.
     """
 
     namespace: str = Field("", pattern=rf"^({LABEL})?$", description="empty: the caller's own")

@@ -24,7 +24,8 @@ def closes_at_end(text: str) -> bool:
 
 
 def split_outside_brackets(text: str, separators: tuple[str, ...]) -> list[str]:
-    """Split a text at separators that stand in no bracket.
+    """Split a text at separators that stand in no bracket: one of ``( [ {``, escaped or not. A
+    ``\\langle`` is none here, and `forms.py` writes it as ``(`` only afterwards.
 
     Args:
         text: LaTeX.

@@ -110,10 +110,12 @@ def run_tests(source, statements, functions, answered, is_collecting):
     missing = False
     space = {"__name__": "tests"}
     random.seed(0)
+    # The names of the whole tests first, as they stand: a fault of theirs is the row's, and ends this.
     exec(compile(ast.parse(source), "<tests>", "exec"), space)
     answers = Answers(answered)
     stand_ins = {name: make_stand_in(name, calls, answers) for name in functions}
     if is_collecting:
+        # Again with calls that forgive: each test is to make its calls, also after one that fails.
         tree = ast.fix_missing_locations(Tolerant().visit(ast.parse(source)))
         exec(compile(tree, "<tests>", "exec"), space)
         stand_ins = {name: forgive(function) for name, function in stand_ins.items()}
