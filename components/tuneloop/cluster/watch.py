@@ -5,7 +5,7 @@ logs.
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from queue import SimpleQueue
@@ -202,7 +202,10 @@ def read_logs(
         UserError: there is no such run, or no such stage, or no pod of `stage`.
     """
     workflows = find_workflows(cluster, run)
-    chosen = find_pod_names(workflows, stage) if stage else set()
+    chosen: set[str] = set()
+    if stage:
+        started = {get_pod_stage(pod) for pod in _list_started_pods(cluster, run)}
+        chosen = find_pod_names(workflows, stage, started)
     readers = PodReaders(cluster, run, chosen, follow)
     for workflow in workflows:
         if workflow["metadata"]["name"] == since:
@@ -276,14 +279,22 @@ class PodReaders:
             thread.join()
 
 
-def find_pod_names(workflows: Sequence[JsonMapping], stage: str) -> set[str]:
+def find_pod_names(
+    workflows: Sequence[JsonMapping], stage: str, started: Collection[str]
+) -> set[str]:
     """Return the names, as `get_pod_stage` gives them, of the pods that run a stage: its own, and
     those of iterations, which run it among others. The latter are named on standard error.
+
+    Args:
+        workflows: of the run.
+        stage: its name.
+        started: the names of the run's pods. Those of a JobSet are named by the stage, whatever the
+            call is named that applies it.
 
     Raises:
         UserError: no workflow has such a stage.
     """
-    stages: set[str] = set()
+    stages = set(started)
     shared: set[str] = set()
     for workflow in workflows:
         for template in effective_spec(workflow).get("templates", ()):

@@ -62,6 +62,10 @@ def test_the_log_of_a_stage_that_shares_a_pod_is_that_of_the_pod(api: Api, capsy
     assert "rollout runs among others in the pod iterations" in printed.err
     assert run_cli(["cluster", "logs", "demo", "export"]) == 0
     assert capsys.readouterr().out == "export | export: done\n"
+    # The pods of a JobSet are named by the stage, whatever the call is named that applies it.
+    api.add_pod("demo.sft", "2026-01-01T00:00:02Z", "sft: 3/3\n")
+    assert run_cli(["cluster", "logs", "demo", "sft"]) == 0
+    assert capsys.readouterr().out == "sft | sft: 3/3\n"
 
 
 def test_a_stage_that_the_run_has_not_is_refused_at_once(api: Api, capsys: Output) -> None:
