@@ -16,6 +16,9 @@ from typing import Any
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.pod_schema import DIRECTIVE, MERGE_KEYS, RETAINED, find_type
 
+DELETING = ("delete", "replace")
+"""The directives after which nothing of the original is left."""
+
 
 def apply_patch(original: JsonMapping, patch: JsonMapping, kind: str = "PodSpec") -> JsonObject:
     """Return an object with a patch applied.
@@ -74,7 +77,7 @@ def _drop_directives(value: Any) -> Any:
 
 def _is_directive(item: Any) -> bool:
     """Say whether an item of a list only deletes another, or replaces the list."""
-    return isinstance(item, dict) and item.get(DIRECTIVE) in ("delete", "replace")
+    return isinstance(item, dict) and item.get(DIRECTIVE) in DELETING
 
 
 def _apply_to_list(
@@ -135,22 +138,50 @@ def merge_patches(first: JsonMapping, second: JsonMapping, kind: str = "PodSpec"
         second: a patch, which wins where both set a field.
         kind: what both are patches of.
     """
-    # Such a mapping is no set of changes that others could join.
-    if DIRECTIVE in second or RETAINED in second:
+    if second.get(DIRECTIVE) in DELETING:
         return copy.deepcopy(dict(second))
-    merged: JsonObject = copy.deepcopy(dict(first))
+    if first.get(DIRECTIVE) in DELETING:
+        # Nothing of the original is left: what both make of nothing replaces it.
+        replacement = apply_patch(apply_patch({}, first, kind), second, kind)
+        return {DIRECTIVE: "replace"} | replacement
+    merged: JsonObject = {}
+    for name, value in first.items():
+        if name not in (DIRECTIVE, RETAINED) and name in second.get(RETAINED, first):
+            merged[name] = copy.deepcopy(value)
     for name, value in second.items():
+        if name in (DIRECTIVE, RETAINED):
+            continue
         field_type = find_type(kind, name)
         merge_key = MERGE_KEYS.get(f"{kind}.{name}")
+        # The first patch may also delete a field by not naming it among those that stay.
+        is_deleted = name not in first.get(RETAINED, second)
         previous = merged.get(name)
-        if isinstance(previous, dict) and isinstance(value, dict):
+        if previous is None and (name in merged or is_deleted):
+            merged[name] = _replace_value(value, merge_key)
+        elif isinstance(previous, dict) and isinstance(value, dict):
             merged[name] = merge_patches(previous, value, field_type)
         elif isinstance(previous, list) and isinstance(value, list) and merge_key:
             item_type = field_type.removeprefix("[]")
             merged[name] = _merge_patch_lists(previous, value, merge_key, item_type)
         else:
             merged[name] = copy.deepcopy(value)
+    if RETAINED in first or RETAINED in second:
+        # Kubernetes wants each field of the patch among those that stay.
+        retained = list(merged)
+        for name in first.get(RETAINED, second.get(RETAINED)):
+            if name in second.get(RETAINED, first.get(RETAINED)) and name not in retained:
+                retained.append(name)
+        merged[RETAINED] = retained
     return merged
+
+
+def _replace_value(value: Any, merge_key: str | None) -> Any:
+    """Return a value of a patch that replaces one of the original, which it would be merged into."""
+    if isinstance(value, dict):
+        return {DIRECTIVE: "replace"} | _drop_directives(value)
+    if isinstance(value, list) and merge_key:
+        return [{DIRECTIVE: "replace"}, *copy.deepcopy(value)]
+    return copy.deepcopy(value)
 
 
 def _merge_patch_lists(
@@ -160,12 +191,23 @@ def _merge_patch_lists(
     # Whatever was to be merged into the list is replaced with it.
     if any(item.get(DIRECTIVE) == "replace" for item in second):
         return list(copy.deepcopy(second))
-    # A directive about the whole list has no key.
-    merged_by_key: dict[Any, JsonMapping] = {}
+    # An item may be deleted and added again: directives are applied first.
+    directives: list[JsonMapping] = []
+    items_by_key: dict[Any, JsonMapping] = {}
     for item in first:
-        merged_by_key[item.get(merge_key)] = item
+        if item.get(DIRECTIVE) == "replace":
+            directives.append({DIRECTIVE: "replace"})
+        elif item.get(DIRECTIVE) == "delete":
+            directives.append(item)
+        else:
+            items_by_key[item[merge_key]] = item
     for item in second:
-        key = item.get(merge_key)
-        previous = merged_by_key.get(key, {})
-        merged_by_key[key] = merge_patches(previous, item, kind)
-    return list(merged_by_key.values())
+        if item.get(DIRECTIVE) == "delete":
+            items_by_key.pop(item[merge_key], None)
+            if item not in directives:
+                directives.append(item)
+    for item in second:
+        if not _is_directive(item):
+            key = item[merge_key]
+            items_by_key[key] = merge_patches(items_by_key.get(key, {}), item, kind)
+    return directives + list(items_by_key.values())

@@ -151,6 +151,88 @@ def test_merged_patches_do_what_both_do(first: str, second: str) -> None:
     assert sort_items(once) == sort_items(twice)
 
 
+VALUES: dict[str, JsonObject] = {
+    "securityContext": {"runAsUser": 1, "fsGroup": 2, "seccompProfile": {"type": "a"}},
+    "nodeSelector": {"pool": "a", "zone": "b"},
+    "dnsConfig": {"searches": ["a"], "nameservers": ["b"]},
+}
+"""Mapping of a pod's spec → fields of it."""
+
+
+def draw_changes(stream: random.Random, is_patch: bool) -> JsonObject:
+    """Draw a pod's spec, or a patch of one with nulls and directives at all levels."""
+
+    def draw_mapping(fields: JsonObject) -> Any:
+        outcome = stream.random()
+        if is_patch and outcome < 0.15:
+            return None
+        if is_patch and outcome < 0.3:
+            return {"$patch": "delete"}
+        mapping: JsonObject = {"$patch": "replace"} if is_patch and outcome < 0.4 else {}
+        for name, value in fields.items():
+            choice = stream.random()
+            if isinstance(value, dict) and choice < 0.7:
+                mapping[name] = draw_mapping(value)
+            elif choice < 0.2 and is_patch:
+                mapping[name] = None
+            elif choice < 0.6:
+                mapping[name] = f"{value}{stream.random()}"
+        return mapping
+
+    def draw_items(key: str, fields: JsonObject) -> Any:
+        if is_patch and stream.random() < 0.1:
+            return None
+        items: list[JsonObject] = []
+        if is_patch and stream.random() < 0.1:
+            items.append({"$patch": "replace"})
+        for name in stream.sample("abc", stream.randint(0, 3)):
+            if is_patch and stream.random() < 0.35:
+                items.append({key: name, "$patch": "delete"})
+                continue
+            item: JsonObject = {key: name}
+            for field, value in fields.items():
+                if stream.random() < 0.6:
+                    item[field] = draw_mapping(value)
+            if is_patch and stream.random() < 0.2:
+                item["$retainKeys"] = list(item)
+            items.append(item)
+        return items
+
+    spec = {name: draw_mapping(fields) for name, fields in VALUES.items() if stream.random() < 0.7}
+    spec["volumes"] = draw_items("name", {"configMap": {"name": "a"}, "hostPath": {"path": "b"}})
+    container: JsonObject = {"name": "main", "env": draw_items("name", {"valueFrom": {"c": "d"}})}
+    return spec | {"containers": [container]}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_drawn_patches_that_are_merged_do_what_both_do(seed: int) -> None:
+    stream = random.Random(seed)
+    for _ in range(300):
+        pod = draw_changes(stream, is_patch=False)
+        first = draw_changes(stream, is_patch=True)
+        second = draw_changes(stream, is_patch=True)
+        twice = apply_patch(apply_patch(pod, first), second)
+        once = apply_patch(pod, merge_patches(first, second))
+        assert sort_items(once) == sort_items(twice), json.dumps([pod, first, second])
+
+
+@needs_kubectl
+def test_what_is_deleted_and_added_again_is_kubectls(tmp_path: Path) -> None:
+    first = {"volumes": [{"name": "shm", "$patch": "delete"}], "nodeSelector": None}
+    first["securityContext"] = {"$patch": "delete"}
+    second = {
+        "volumes": [{"name": "shm", "hostPath": {"path": "/x"}}],
+        "nodeSelector": {"disk": "fast"},
+        "securityContext": {"runAsUser": 5},
+    }
+    merged = merge_patches(first, second)
+    patched = patch_by_kubectl(POD, merged, tmp_path)
+    assert patched == apply_patch(POD, merged)
+    assert {"name": "shm", "hostPath": {"path": "/x"}} in patched["volumes"]
+    assert patched["nodeSelector"] == {"disk": "fast"}
+    assert patched["securityContext"] == {"runAsUser": 5}
+
+
 def sort_items(value: Any) -> Any:
     """Return a pod whose lists are sorted: two patches in one may leave another order."""
     if isinstance(value, dict):
