@@ -11,14 +11,8 @@ from typing import Any
 
 from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.cluster.node_room import NodeRoom, find_node_rooms, pack_pods
-from tuneloop.cluster.pod_requests import Amounts, add_amounts, format_amount
-from tuneloop.cluster.pod_shapes import (
-    KINDS,
-    ContainerLimits,
-    PodShape,
-    list_pod_shapes,
-    read_amounts,
-)
+from tuneloop.cluster.pod_requests import Amounts, add_amounts, format_amount, read_amounts
+from tuneloop.cluster.pod_shapes import KINDS, ContainerLimits, PodShape, list_pod_shapes
 from tuneloop.cluster.problems import ABSENT, UNSEEN, Problem, find_object
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping

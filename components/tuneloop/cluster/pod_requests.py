@@ -1,15 +1,14 @@
 """What the pods of a workflow request, and how many servers it has at a time."""
 
-import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
 from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.workflow.manifest import list_calls, parse_applied_object
-from tuneloop.workflow.pod_settings import MAIN
-from tuneloop.workflow.strategic_merge import apply_patch
+from tuneloop.workflow.argo_pod import list_pods
+from tuneloop.workflow.manifest import list_calls
 
 Amounts = dict[str, Decimal]
 """Resource name → amount, in cores, bytes or pieces."""
@@ -22,12 +21,6 @@ def format_amount(resource: str, amount: Decimal) -> str:
     if resource.rpartition(".")[2] in BYTES:
         return f"{resource} {amount / 2**30:.2f}".rstrip("0").rstrip(".") + "Gi"
     return f"{resource} {amount.normalize():f}"
-
-
-def read_added_containers(workflow: JsonMapping) -> list[JsonObject]:
-    """Read the containers that Argo adds to a pod: their resources are set by a patch."""
-    patch = json.loads(workflow["spec"].get("podSpecPatch") or "{}")
-    return list(patch.get("containers", ()))
 
 
 def count_servers(workflow: JsonMapping) -> dict[str, int]:
@@ -43,45 +36,64 @@ def count_servers(workflow: JsonMapping) -> dict[str, int]:
     return counts
 
 
-def compute_pod_requests(template: JsonMapping, added: Iterable[JsonMapping] = ()) -> Amounts:
+def compute_pod_requests(template: JsonMapping, spec: JsonMapping | None = None) -> Amounts:
     """Compute the resources that the pod of a template requests, or all pods of its job.
 
     Args:
         template: of a workflow.
-        added: the containers that Argo adds to a pod of its own, but not to those of a job.
+        spec: of the workflow, which patches all its pods; None: it patches none.
 
     Returns:
         Resource → amount. A limit without a request counts as one, as for Kubernetes.
     """
     total: Amounts = {}
-    job = parse_applied_object(template)
-    if job:
-        # Kueue admits all pods of a JobSet together. `argo/jobset.py` renders one replica of each
-        # replicated job.
-        for replicated in job["spec"]["replicatedJobs"]:
-            spec = replicated["template"]["spec"]
-            for container in spec["template"]["spec"]["containers"]:
-                requests = compute_pod_requests({"container": container})
-                add_amounts(total, requests, spec["parallelism"])
-        return total
-    patch = json.loads(template.get("podSpecPatch") or "{}")
-    container = template.get("container") or template.get("script") or {}
-    for item in patch.get("containers", ()):
-        if item["name"] == MAIN:
-            container = apply_patch(container, item, "Container")
-    containers = [container]
-    # Init containers of a template are sidecars, too: they run as long as the pod.
-    for items in (template.get("sidecars", ()), template.get("initContainers", ()), added):
-        containers.extend(items)
-    for container in containers:
-        resources = container.get("resources") or {}
-        quantities = dict(resources.get("limits") or {})
-        quantities.update(resources.get("requests") or {})
-        for name, quantity in quantities.items():
-            # A parameter is known only in the run.
-            if "{{" not in str(quantity):
-                add_amounts(total, {name: parse_resource_quantity(quantity)})
+    # Kueue admits all pods of a JobSet together. `argo/jobset.py` renders one replica of each
+    # replicated job.
+    for pod, count in list_pods(spec or {}, template):
+        requests = sum_pod(pod["containers"], pod.get("initContainers") or (), "requests")
+        add_amounts(total, requests, count)
     return total
+
+
+def sum_pod(
+    containers: Sequence[JsonMapping], init_containers: Sequence[JsonMapping], kind: str
+) -> Amounts:
+    """Sum the requests or the limits of a pod's containers; a resource without any is left out."""
+    total: Amounts = {}
+    for container in containers:
+        add_amounts(total, read_amounts(container, kind))
+    for container in init_containers:
+        # A sidecar runs as long as the pod.
+        if container.get("restartPolicy") == "Always":
+            add_amounts(total, read_amounts(container, kind))
+    # The pod has room for the largest of those that run before.
+    for container in init_containers:
+        for resource, amount in read_amounts(container, kind).items():
+            total[resource] = max(amount, total.get(resource, amount))
+    return total
+
+
+def read_quantities(container: JsonMapping, kind: str) -> JsonObject:
+    """Read the requests or the limits of a container. A limit without a request is one."""
+    resources = container.get("resources") or {}
+    quantities: JsonObject = dict(resources.get("limits") or {})
+    if kind == "requests":
+        quantities |= resources.get("requests") or {}
+    return quantities
+
+
+def read_amounts(container: JsonMapping, kind: str) -> Amounts:
+    """Read the amounts of `read_quantities`, as far as they are known before the run."""
+    amounts: Amounts = {}
+    for resource, quantity in read_quantities(container, kind).items():
+        if "{{" not in str(quantity):
+            amounts[resource] = parse_resource_quantity(quantity)
+        else:
+            # An expression chooses between texts: a retry may have the largest.
+            choices = re.findall(r"'(\d\w*)'", str(quantity))
+            if choices:
+                amounts[resource] = max(parse_resource_quantity(choice) for choice in choices)
+    return amounts
 
 
 def add_amounts(total: Amounts, amounts: Mapping[str, Decimal], count: int = 1) -> None:

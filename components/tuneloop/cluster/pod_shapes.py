@@ -2,16 +2,20 @@
 a namespace's LimitRanges add.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
 from tuneloop.argo.quantities import parse_resource_quantity
-from tuneloop.cluster.pod_requests import Amounts, add_amounts, count_servers
+from tuneloop.cluster.pod_requests import (
+    Amounts,
+    count_servers,
+    read_quantities,
+    sum_pod,
+)
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.workflow.manifest import parse_applied_object
+from tuneloop.workflow.argo_pod import list_pods
 
 KINDS = ("requests", "limits")
 
@@ -45,80 +49,36 @@ class PodShape:
 
     def sum(self, kind: str) -> Amounts:
         """Sum the requests or the limits of one pod; a resource without any is left out."""
-        total: Amounts = {}
-        for container in self.containers:
-            add_amounts(total, read_amounts(container, kind))
-        # The pod has room for the largest of those that run before.
-        for container in self.init_containers:
-            for resource, amount in read_amounts(container, kind).items():
-                total[resource] = max(amount, total.get(resource, amount))
-        return total
+        return sum_pod(self.containers, self.init_containers, kind)
 
     def list_lacking(self, kind: str, resource: str) -> list[str]:
         """List the containers that have no request, or no limit, of a resource."""
         return [
-            item["name"] for item in self.all_containers if resource not in read_amounts(item, kind)
+            item["name"]
+            for item in self.all_containers
+            if resource not in read_quantities(item, kind)
         ]
-
-
-def read_amounts(container: JsonMapping, kind: str) -> Amounts:
-    """Read the requests or the limits of a container. A limit without a request is one."""
-    resources = container.get("resources") or {}
-    quantities: JsonObject = dict(resources.get("limits") or {})
-    if kind == "requests":
-        quantities |= resources.get("requests") or {}
-    amounts: Amounts = {}
-    for resource, quantity in quantities.items():
-        # A parameter is known only in the run.
-        if "{{" not in str(quantity):
-            amounts[resource] = parse_resource_quantity(quantity)
-    return amounts
 
 
 def list_pod_shapes(workflow: JsonMapping) -> list[PodShape]:
     """List the pods of a workflow's templates."""
     spec = workflow["spec"]
-    patch = json.loads(spec.get("podSpecPatch") or "{}")
     servers = count_servers(workflow) if spec.get("templates") else {}
     shapes: list[PodShape] = []
     for template in spec.get("templates", ()):
-        job = parse_applied_object(template)
-        main = template.get("container") or template.get("script")
-        if job:
-            shapes += _list_job_shapes(template["name"], job)
-        elif main and main.get("resources"):
-            name = template["name"]
-            containers = [{"name": "main"} | main]
-            containers += template.get("sidecars") or ()
-            # Argo's init containers of a template that are sidecars run as long as the pod.
-            containers += template.get("initContainers") or ()
-            containers += patch.get("containers", ())
+        name = template["name"]
+        for pod, count in list_pods(spec, template):
             shape = PodShape(
                 template=name,
-                containers=containers,
-                init_containers=patch.get("initContainers", ()),
-                count=servers.get(name, 1),
+                containers=pod["containers"],
+                init_containers=pod.get("initContainers") or (),
+                count=servers.get(name, count),
                 is_server=name in servers,
-                node_selector=template.get("nodeSelector") or {},
-                tolerations=template.get("tolerations") or (),
+                node_selector=pod.get("nodeSelector") or {},
+                tolerations=pod.get("tolerations") or (),
             )
             shapes.append(shape)
     return shapes
-
-
-def _list_job_shapes(template: str, job: JsonMapping) -> Iterator[PodShape]:
-    """Yield the pods of a JobSet, which all run at the same time."""
-    for replicated in job["spec"].get("replicatedJobs", ()):
-        job_spec = replicated["template"]["spec"]
-        pod = job_spec["template"]["spec"]
-        yield PodShape(
-            template=template,
-            containers=pod["containers"],
-            init_containers=pod.get("initContainers") or (),
-            count=job_spec.get("parallelism", 1),
-            node_selector=pod.get("nodeSelector") or {},
-            tolerations=pod.get("tolerations") or (),
-        )
 
 
 @dataclass

@@ -22,7 +22,6 @@ from tuneloop.cluster.pod_requests import (
     compute_pod_requests,
     count_servers,
     format_amount,
-    read_added_containers,
 )
 from tuneloop.cluster.problems import (
     ABSENT,
@@ -225,7 +224,7 @@ def _find_unseen_queues(
     """Find queues of a workflow that this account may not read, and so not check."""
     largest: Amounts = {}
     for template in _list_queued(workflow):
-        for resource, amount in compute_pod_requests(template).items():
+        for resource, amount in compute_pod_requests(template, workflow["spec"]).items():
             largest[resource] = max(amount, largest.get(resource, amount))
     amounts = ", ".join(format_amount(name, largest[name]) for name in sorted(largest))
     for name in list_queues(workflow):
@@ -366,15 +365,14 @@ def find_quota_problems(
         for template in _list_queued(workflow)
         if labels_by_template[template["name"]][QUEUE_LABEL] in queues
     ]
-    added = read_added_containers(workflow)
     # A server keeps its quota while other pods run.
     servers = count_servers(workflow)
     reserved: Amounts = {}
     for template in templates:
         for _ in range(servers.get(template["name"], 0)):
-            add_amounts(reserved, compute_pod_requests(template, added))
+            add_amounts(reserved, compute_pod_requests(template, workflow["spec"]))
     for template in templates:
-        alone = compute_pod_requests(template, added)
+        alone = compute_pod_requests(template, workflow["spec"])
         total = dict(reserved)
         if not template.get("daemon"):
             add_amounts(total, alone)

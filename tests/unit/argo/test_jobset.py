@@ -135,9 +135,8 @@ def test_a_job_asks_for_what_all_its_pods_ask_for() -> None:
 def test_a_pod_of_argos_asks_for_what_argos_own_container_does_beside() -> None:
     made = rendered("cluster.sampler={memory: 1Gi, gpus: 2}", "engine.args.tensor_parallel_size=2")
     (server,) = [t for t in made["spec"]["templates"] if t["name"] == "serve"]
-    beside = json.loads(made["spec"]["podSpecPatch"])["containers"]
     asked = {"cpu": Decimal("0.51"), "memory": 2**30 + 64 * 2**20, "nvidia.com/gpu": 2}
-    assert compute_pod_requests(server, beside) == asked
+    assert compute_pod_requests(server, made["spec"]) == asked
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tuneloop.workflow.settings import RUN_LABEL
 INSIDE = "/api/v1/namespaces/tuneloop"
 QUOTAS = f"{INSIDE}/resourcequotas"
 LIMITS = f"{INSIDE}/limitranges"
+PRESETS = Path(__file__).parents[3] / "manifests" / "presets"
 Output = pytest.CaptureFixture[str]
 
 
@@ -111,9 +112,40 @@ def test_a_quota_of_limits_that_no_container_has(server: Cluster) -> None:
     assert "--set cluster.limits=true" in cpu
     assert "limits.memory" in memory and "sft (wait, init)" in memory, "its memory is estimated"
     assert not find_problems(server, build("sft", "cluster.limits=true"))
+    preset = [PRESETS / "quota.yaml"]
+    grpo = find_pipeline("grpo")
+    workflow = grpo.build(
+        grpo.configure(preset, ["cluster.cpu={memory: 2Gi, memory_on_retry: 5Gi}"])
+    )
+    assert not find_problems(server, workflow), "the preset is for it"
     defaults = {"cpu": "1", "memory": "2Gi"}
     server.objects[LIMITS] = [limit_range(default=defaults)]
     assert not find_problems(server, build("sft")), "a LimitRange gives them"
+
+
+def test_what_the_settings_patch_into_pods_counts(server: Cluster) -> None:
+    sidecar = (
+        "{name: proxy, image: i, restartPolicy: Always, resources: {limits: {cpu: 2, memory: 1Gi}}}"
+    )
+    sets = [
+        "cluster.pod.spec={containers: [{name: main, resources: {limits: {cpu: 3}}},"
+        " {name: wait, resources: {limits: {cpu: 1}}}],"
+        f" initContainers: [{{name: init, resources: {{limits: {{cpu: 1}}}}}}, {sidecar}],"
+        " nodeSelector: {pool: fast}, tolerations: [{operator: Exists}]}"
+    ]
+    workflow = build("sft", "cluster.cpu.memory=1Gi", "cluster.cpu.memory_on_retry=2Gi", *sets)
+    shapes = {shape.template: shape for shape in list_pod_shapes(workflow)}
+    shape = shapes["data-prep"]
+    assert shape.node_selector == {"pool": "fast"}
+    assert list(shape.tolerations) == [{"operator": "Exists"}]
+    limits = shape.sum("limits")
+    assert str(limits["cpu"]) == "6", "main, wait and the sidecar"
+    assert limits["memory"] == 3 * 2**30, "a retry's, and the sidecar's"
+    assert not shape.list_lacking("limits", "cpu")
+    assert shape.list_lacking("limits", "memory") == ["wait", "init"]
+    server.objects[QUOTAS] = [quota(limits__cpu="5")]
+    (problem,) = find_problems(server, workflow)
+    assert "allows limits.cpu 5, and the run asks for limits.cpu 6" in problem
 
 
 def test_a_quota_that_the_run_exceeds_at_any_time(server: Cluster) -> None:
