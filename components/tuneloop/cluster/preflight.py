@@ -26,10 +26,14 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import WORKFLOWS, Connection
+from tuneloop.planning.pod_paths import is_below, list_mounted_paths
 from tuneloop.workflow.manifest import mounts_token, parse_applied_object
 from tuneloop.workflow.plan import find_plan
 from tuneloop.workflow.pod_hook import list_pod_hooks
+from tuneloop.workflow.pod_schema import DIRECTIVE
 
+CLUSTER_CA = "kube-root-ca.crt"
+"""The ConfigMap that Kubernetes itself keeps in every namespace."""
 LISTED = 50
 """The most images that a kubelet reports (``nodeStatusMaxImages``)."""
 
@@ -178,22 +182,36 @@ def list_references(value: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(value, dict):
         return
     for key, item in value.items():
-        if re.fullmatch("(secret|configMap)(Key)?Ref", key) and not item.get("optional"):
-            yield "secret" if key.startswith("secret") else "config map", item["name"]
-        elif key == "secret" and "secretName" in item and not item.get("optional"):
-            yield "secret", item["secretName"]
+        if re.fullmatch("(secret|configMap)((Key)?Ref)?", key):
+            name = _read_reference(item)
+            if name:
+                yield "secret" if key.startswith("secret") else "config map", name
         elif key == "persistentVolumeClaim":
-            yield "claim", item["claimName"]
-        elif key == "serviceAccountName" and "{{" not in item:
-            yield "service account", item
+            if item and "claimName" in item:
+                yield "claim", item["claimName"]
+        elif key == "serviceAccountName":
+            if item and "{{" not in item:
+                yield "service account", item
         elif key == "imagePullSecrets":
-            for reference in item:
-                yield "secret", reference["name"]
+            for reference in item or ():
+                name = _read_reference(reference)
+                if name:
+                    yield "secret", name
         elif key == "podSpecPatch":
             # What the settings say of a pod is text in the template.
             yield from list_references(json.loads(item))
         else:
             yield from list_references(item)
+
+
+def _read_reference(reference: Any) -> str:
+    """Read the name of a Secret or ConfigMap that a reference needs; empty: it needs none."""
+    # A patch may delete a reference, or change a part of one.
+    if not isinstance(reference, dict) or reference.get(DIRECTIVE) == "delete":
+        return ""
+    # A volume says secretName, and all others name.
+    name = str(reference.get("secretName") or reference.get("name") or "")
+    return "" if reference.get("optional") or name == CLUSTER_CA else name
 
 
 def _find_extension_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
@@ -283,7 +301,7 @@ def _find_store_problems(cluster: Connection, workflow: JsonMapping) -> Iterator
             url = str(parameter.get("value", ""))
     scheme, _, path = url.rpartition("://")
     if scheme in ("", "file"):
-        if not any(mount and path.startswith(mount) for mount in _list_shared_mounts(workflow)):
+        if not is_below(path, list_mounted_paths(workflow, "persistentVolumeClaim")):
             yield UserError(
                 "store",
                 url,
@@ -303,17 +321,6 @@ def has_store_keys(scheme: str) -> bool:
     cluster.
     """
     return scheme != "s3" or "AWS_ACCESS_KEY_ID" in os.environ
-
-
-def _list_shared_mounts(workflow: JsonMapping) -> Iterator[str]:
-    """Yield the paths at which containers mount claims, which pods may share."""
-    spec = workflow["spec"]
-    for template in spec["templates"]:
-        volumes = [*spec.get("volumes", ()), *template.get("volumes", ())]
-        claims = {volume["name"] for volume in volumes if "persistentVolumeClaim" in volume}
-        for mount in (template.get("container") or {}).get("volumeMounts", ()):
-            if mount["name"] in claims:
-                yield mount["mountPath"]
 
 
 Find = Callable[[Connection, JsonMapping], Iterable[UserError]]

@@ -1,6 +1,5 @@
 """Paths of this machine in the settings of a run that pods carry out: pods do not see them."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -10,6 +9,7 @@ from tuneloop.core.store import local_path
 from tuneloop.data.readers.opening import is_on_hub
 from tuneloop.formats.adapter_files import is_path
 from tuneloop.formats.stored_models import is_reference
+from tuneloop.workflow.argo_pod import list_pods
 
 REMEDY = (
     "is a path of this machine, which pods do not see: bring it into a store by "
@@ -19,24 +19,27 @@ REMEDY = (
 IN_IMAGE = "; a directory of the image is file:///PATH"
 
 
-def list_mounted_paths(workflow: JsonMapping) -> list[str]:
-    """List the paths at which the pods of a rendered workflow have volumes that outlive them."""
+def list_mounted_paths(workflow: JsonMapping, source: str = "") -> list[str]:
+    """List the paths at which the pods of a rendered workflow have volumes that outlive them.
+
+    Args:
+        workflow: as it is rendered.
+        source: of the volumes, such as ``persistentVolumeClaim``; empty: any but ``emptyDir``.
+    """
     spec = workflow["spec"]
     paths: set[str] = set()
     for template in spec.get("templates", ()):
-        container = template.get("container") or {}
-        volumes: list[JsonMapping] = []
-        mounts: list[JsonMapping] = list(container.get("volumeMounts", ()))
-        for owner in (spec, template):
-            volumes += owner.get("volumes", ())
-            # The volumes of `cluster.pod` are a patch: Argo has no field for those of one container.
-            patch = json.loads(owner.get("podSpecPatch") or "{}")
-            volumes += patch.get("volumes", ())
-            for item in patch.get("containers", ()):
-                mounts += item.get("volumeMounts", ())
-        # What is empty at a pod's start has nobody's files.
-        lasting = {volume["name"] for volume in volumes if "emptyDir" not in volume}
-        paths |= {mount["mountPath"] for mount in mounts if mount["name"] in lasting}
+        for pod, _ in list_pods(spec, template):
+            # What is empty at a pod's start has nobody's files.
+            lasting = {
+                volume["name"]
+                for volume in pod.get("volumes") or ()
+                if (source in volume if source else "emptyDir" not in volume)
+            }
+            for container in pod["containers"]:
+                for mount in container.get("volumeMounts") or ():
+                    if mount["name"] in lasting:
+                        paths.add(mount["mountPath"])
     return sorted(paths)
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.workflow.pod_schema import find_patch_errors
+from tuneloop.workflow.pod_schema import DIRECTIVE, RETAINED, find_patch_errors
 from tuneloop.workflow.strategic_merge import merge_patches
 
 Security = Literal["restricted", "openshift", "none"]
@@ -70,6 +70,7 @@ OWN_CONTAINER_FIELDS = {
     "args": "are the stage's own: leave them out",
 }
 """Field of the container ``main`` → why a patch cannot set it."""
+DELETES = "would delete containers or fields that a pod needs: leave it out, or name what to change"
 OWN_PATHS = ("/tmp", "/dev/shm")
 SOURCES = ("pvc", "secret", "configmap", "emptydir", "image")
 SOURCE_TEXT = "pvc/NAME, secret/NAME, configmap/NAME, emptydir/SIZE or image/REFERENCE"
@@ -299,6 +300,18 @@ def _find_spec_errors(spec: JsonMapping) -> Iterator[tuple[str, Any, str]]:
     for name, remedy in OWN_FIELDS.items():
         if name in spec:
             yield f"spec.{name}", spec[name], remedy
+    for directive in (DIRECTIVE, RETAINED):
+        if directive in spec:
+            yield f"spec.{directive}", spec[directive], DELETES
+    for field in ("containers", "initContainers"):
+        if field in spec and spec[field] is None:
+            yield f"spec.{field}", None, DELETES
+        for container in spec.get(field) or []:
+            name = container.get("name")
+            is_own = name is None or name in (MAIN, *ARGO_CONTAINERS, *ARGO_INIT_CONTAINERS)
+            if is_own and container.get(DIRECTIVE) in ("delete", "replace"):
+                path = f"spec.{field}" if name is None else f"spec.{field}[{name}]"
+                yield f"{path}.{DIRECTIVE}", container[DIRECTIVE], DELETES
     # The stage's program is what commits and retries: a patch must not replace it.
     for container in spec.get("containers") or []:
         name = container.get("name")
@@ -356,7 +369,7 @@ def fit_patch(
     }
     for field, names in names_by_field.items():
         items: list[JsonObject] = []
-        for item in fitted.pop(field, []):
+        for item in fitted.pop(field, None) or ():
             if item.get("name") in names or "image" in item:
                 items.append(item)
         # An empty list would be one more difference between two manifests.

@@ -9,8 +9,9 @@ import yaml
 
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, as_trainjob, as_workflow
-from tuneloop.cluster.preflight import list_references
-from tuneloop.cluster.queue_problems import compute_pod_requests
+from tuneloop.cluster.pod_requests import compute_pod_requests
+from tuneloop.cluster.preflight import CHECKS, list_references
+from tuneloop.cluster.run_workflows import prepare_workflow
 from tuneloop.cluster.serving import render_servers
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
@@ -298,8 +299,41 @@ def test_the_preflight_sees_what_pods_need() -> None:
         ("secret", "hub"),
         ("claim", "models"),
         ("service account", "stages"),
+        ("config map", "ca"),
     }
     assert expected <= references
+
+
+def test_the_preflight_reads_patches_that_delete() -> None:
+    spec = {
+        "imagePullSecrets": [{"name": "old", "$patch": "delete"}, {"name": "new"}],
+        "volumes": [
+            {"name": "a", "persistentVolumeClaim": None, "emptyDir": {}},
+            {"name": "b", "configMap": {"name": "settings"}},
+            {"name": "c", "configMap": {"name": "extra", "optional": True}},
+        ],
+        "containers": [{"name": "main", "envFrom": [{"secretRef": None}]}],
+    }
+    references = set(list_references(render(spec=spec)))
+    assert references - set(list_references(render())) == {
+        ("secret", "new"),
+        ("config map", "settings"),
+    }
+    assert list(list_references(render(spec={"imagePullSecrets": None})))
+
+
+def test_a_store_may_be_on_a_volume_of_the_settings() -> None:
+    workflow = render(volumes={"/store": "pvc/runs", "/secrets": "secret/keys"})
+
+    def check(store: str) -> list[str]:
+        prepared = prepare_workflow(workflow, run="demo", store=store)
+        find: Any = CHECKS["store"]
+        return [str(error) for error in find(None, prepared)]
+
+    assert check("/store/runs") == check("file:///store") == []
+    for store in ("/store2/runs", "/secrets/runs", "/dev/shm/runs"):
+        (error,) = check(store)
+        assert "is a path that the pods do not share" in error
 
 
 @pytest.mark.parametrize(
@@ -321,6 +355,19 @@ def test_the_preflight_sees_what_pods_need() -> None:
             {"spec": {"containers": [{"name": "proxy", "image": "x"}]}},
             "spec.containers[proxy]",
             "restartPolicy: Always",
+        ),
+        ({"spec": {"containers": None}}, "spec.containers", "would delete"),
+        ({"spec": {"initContainers": None}}, "spec.initContainers", "would delete"),
+        ({"spec": {"$patch": "replace"}}, "spec.$patch", "would delete"),
+        (
+            {"spec": {"containers": [{"name": "main", "$patch": "delete"}]}},
+            "spec.containers[main].$patch",
+            "would delete",
+        ),
+        (
+            {"spec": {"initContainers": [{"$patch": "replace"}]}},
+            "spec.initContainers.$patch",
+            "would delete",
         ),
     ],
 )
