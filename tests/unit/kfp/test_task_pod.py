@@ -92,6 +92,17 @@ def test_without_a_security_context_there_is_none(tmp_path: Path) -> None:
             {"spec": {"containers": [{"name": "main", "env": [{"name": "A", "valueFrom": {}}]}]}},
             "spec.containers[main].env[A]",
         ),
+        ({"spec": {"imagePullSecrets": None}}, "spec.imagePullSecrets"),
+        ({"spec": {"nodeSelector": {"pool": None}}}, "spec.nodeSelector.pool"),
+        ({"spec": {"tolerations": None}}, "spec.tolerations"),
+        (
+            {"spec": {"imagePullSecrets": [{"name": "a", "$patch": "delete"}]}},
+            "spec.imagePullSecrets[a].$patch",
+        ),
+        (
+            {"spec": {"containers": [{"name": "main", "env": [{"name": "A", "value": None}]}]}},
+            "spec.containers[main].env[A].value",
+        ),
     ],
 )
 def test_the_rest_is_refused_by_name(pod: JsonObject, path: str, tmp_path: Path) -> None:
