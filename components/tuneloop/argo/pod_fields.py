@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
@@ -27,6 +28,7 @@ from tuneloop.workflow.settings import (
     SANDBOX,
     TOKEN_KEY,
     TOKEN_SECRET,
+    UNKNOWN,
     Cluster,
     ResourceRole,
     Resources,
@@ -137,7 +139,8 @@ def pod_fields(
     resources = resources or plan_resources(role, cluster)
     memory_limit = resources.memory_limit
     if cluster.limits and memory_limit is None:
-        memory_limit = resources.memory_request
+        # An extension may request less than the pod uses.
+        memory_limit = max(resources.memory_request, UNKNOWN, key=parse_resource_quantity)
     variables = {
         "TUNELOOP_OUTPUTS": OUTPUTS,
         "TUNELOOP_IMAGE": image_name,

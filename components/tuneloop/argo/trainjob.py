@@ -27,7 +27,7 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends import LLMBackend
-from tuneloop.workflow.pod_hook import check_use
+from tuneloop.workflow.pod_hook import check_use, list_pod_hooks
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, ResourceRole
 
 WORKSPACE = "/workspace"
@@ -120,9 +120,10 @@ def as_workflow(
         run="{{workflow.parameters.run}}",
         workspace=workspace,
     )
-    # A JobSet's pods have claims of their own: no step reserves one.
-    unshared = cluster.model_copy(update={"share": None})
-    with define_workflow(name, cluster=unshared) as workflow:
+    workflow_cluster = cluster
+    for hook in list_pod_hooks():
+        workflow_cluster = hook.adjust_job_workflow(workflow_cluster)
+    with define_workflow(name, cluster=workflow_cluster) as workflow:
         node = apply_jobset("node", job, cluster)
         initializers: list[Any] = []
         if dataset:

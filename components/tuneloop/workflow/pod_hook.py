@@ -121,6 +121,12 @@ class PodHook:
         """Return what a workflow has besides its graphs."""
         return None
 
+    def adjust_job_workflow(self, cluster: Cluster) -> Cluster:
+        """Return the settings of a workflow whose one stage is a job of several pods, as they decide
+        what the workflow has besides its graphs.
+        """
+        return cluster
+
     def complete_workflow(self, workflow: Any) -> None:
         """Change Hera's workflow once all its graphs are drawn."""
 

@@ -6,24 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hera.workflows import DAG
+from hera.workflows import DAG, Container, Task
 
 from tuneloop.argo.jobset import pod_spec
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.run_plan import plan_stage, plan_stages
-from tuneloop.argo.template import define_workflow, stage_template
+from tuneloop.argo.template import add_exit_handler, define_workflow, stage_template
+from tuneloop.argo.trainjob import as_workflow
+from tuneloop.cluster.pod_shapes import list_pod_shapes
 from tuneloop.cluster.run_workflows import as_template, prepare_workflow
 from tuneloop.cluster.schedule import build_check_spec
 from tuneloop.config.extended import extend_cluster
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
+from tuneloop.extensions.sharing.claim_steps import list_entry_graphs
 from tuneloop.extensions.sharing.claims import find_placement_errors
+from tuneloop.extensions.sharing.lease_sidecar import NAME
 from tuneloop.extensions.sharing.settings import Share
 from tuneloop.local.executor import execute_parts
 from tuneloop.planning.plan import render_plan
 from tuneloop.stages.data_prep import data_prep
+from tuneloop.training.backends.native import Native
 from tuneloop.workflow.loop import StageSpec
-from tuneloop.workflow.settings import QUEUE_LABEL, Cluster
+from tuneloop.workflow.settings import QUEUE_LABEL, UNKNOWN, Cluster
 
 DEMO = Share(group="demo", device_class="gpu.example.com")
 SHARED = ("cluster.share.group=demo", "cluster.share.device_class=gpu.example.com")
@@ -166,6 +171,36 @@ def test_requests_are_small_limits_big_and_what_cannot_fit_is_refused() -> None:
             "requests"
         ]
     )
+
+
+def test_where_every_container_has_limits_the_sidecar_and_what_shares_have_enough() -> None:
+    made = grpo(
+        "cluster.share.request=512Mi", "cluster.limits=true", "base_model=hf://some/large-model"
+    )
+    shapes = list_pod_shapes(made)
+    assert any(NAME in [item["name"] for item in shape.all_containers] for shape in shapes)
+    for shape in shapes:
+        for resource in ("cpu", "memory"):
+            assert not shape.list_lacking("limits", resource), shape.template
+    resources = template(made, "policy-update")["container"]["resources"]
+    assert (resources["requests"]["memory"], resources["limits"]["memory"]) == ("512Mi", UNKNOWN)
+
+
+def test_a_graph_that_runs_at_the_end_takes_no_claims() -> None:
+    templates: list[Any] = [Container(name="give-claim"), Container(name="report")]
+    handler = add_exit_handler(templates, ["give-claim", "report"])
+    templates.append(DAG(name="main", tasks=[Task(name="first", template="report")]))
+    assert [graph.name for graph in list_entry_graphs(templates, handler)] == ["main"]
+
+
+def test_a_workflow_of_one_job_reserves_nothing() -> None:
+    cluster = extend_cluster().model_validate(
+        {"share": DEMO.model_copy(update={"runs_per_claim": 1}), "trainer": {"memory": "4Gi"}}
+    )
+    arguments = {"policy": "p", "prompts": "q", "checkpoint": "c"}
+    made = as_workflow(Native(stage="sft", args=arguments), "tune", cluster)
+    assert {item["name"] for item in made["spec"]["templates"]} == {"node", "main"}
+    assert "onExit" not in made["spec"]
 
 
 def test_one_machine_has_no_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,21 +69,21 @@ def reserve_claims(workflow: "Workflow") -> None:
     names = [output.name for output in take.outputs]
     take.args += ["--share", share.model_dump_json(), "--claims"]
     take.args += names
-    for graph in list_entry_graphs(templates.values()):
+    for graph in list_entry_graphs(templates.values(), workflow.on_exit):
         for task in graph.tasks:
             if not task.depends and not task.dependencies:
                 task.depends = "claim"
         graph.tasks.insert(0, Task(name="claim", template=TAKE))
 
 
-def list_entry_graphs(templates: Iterable[Any]) -> list[Any]:
+def list_entry_graphs(templates: Iterable[Any], exit_handler: Any) -> list[Any]:
     """List the graphs at which a workflow, or one that continues it, may start: those that no other
-    graph calls.
+    graph calls, but for the one that runs at its end.
     """
     from hera.workflows import DAG
 
     graphs = [template for template in templates if isinstance(template, DAG)]
-    called: set[str] = set()
+    called = {str(exit_handler)}
     for graph in graphs:
         for task in graph.tasks:
             target: Any = task.template

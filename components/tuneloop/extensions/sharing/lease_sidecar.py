@@ -12,7 +12,7 @@ executor.
 
 from typing import TYPE_CHECKING, Any
 
-from tuneloop.argo.pod_fields import TOKEN_SOURCES
+from tuneloop.argo.pod_fields import EXECUTOR_LIMITS, TOKEN_SOURCES
 from tuneloop.core import fencing
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags
@@ -45,9 +45,8 @@ def add_lease_sidecar(template: "Container", cluster: Cluster, role: str) -> Non
     share = find_share(cluster)
     if share is None or share.alone:
         return
-    image = cluster.images.format(image="base")
     # Hera's own UserContainer leaves out the restart policy.
-    sidecar = models.UserContainer.model_validate(build_lease_sidecar(share, role, image))
+    sidecar = models.UserContainer.model_validate(build_lease_sidecar(cluster, share, role))
     init_containers: Any = template.init_containers or []
     template.init_containers = [*init_containers, sidecar]
     # The account's token is a volume, as only the sidecar mounts it.
@@ -59,8 +58,11 @@ def add_lease_sidecar(template: "Container", cluster: Cluster, role: str) -> Non
     template.service_account_name = ACCOUNT
 
 
-def build_lease_sidecar(share: Share, role: str, image: str) -> JsonObject:
+def build_lease_sidecar(cluster: Cluster, share: Share, role: str) -> JsonObject:
     """Build the sidecar container that holds the device lease, one for each claim."""
+    limits = {"memory": "256Mi"}
+    if cluster.limits:
+        limits["cpu"] = EXECUTOR_LIMITS["cpu"]
     options = {
         # Runs that claim no devices lease them by their group.
         "group": claim_tag(share, role) if share.device_class else share.group,
@@ -72,7 +74,7 @@ def build_lease_sidecar(share: Share, role: str, image: str) -> JsonObject:
     }
     return {
         "name": NAME,
-        "image": image,
+        "image": cluster.images.format(image="base"),
         "imagePullPolicy": "IfNotPresent",
         "restartPolicy": "Always",
         "command": PROGRAM,
@@ -89,7 +91,7 @@ def build_lease_sidecar(share: Share, role: str, image: str) -> JsonObject:
         },
         "resources": {
             "requests": {"cpu": "10m", "memory": "128Mi"},
-            "limits": {"memory": "256Mi"},
+            "limits": limits,
         },
         "securityContext": RESTRICTED_CONTAINER,
         "volumeMounts": [

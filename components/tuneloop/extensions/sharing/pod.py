@@ -128,6 +128,10 @@ class SharingHook(PodHook):
             exit_template=GIVE if steps else "",
         )
 
+    def adjust_job_workflow(self, cluster: Cluster) -> Cluster:
+        # A JobSet's pods have claims of their own: no step reserves one.
+        return cluster.model_copy(update={SECTION: None}) if find_share(cluster) else cluster
+
     def complete_workflow(self, workflow: Any) -> None:
         from tuneloop.extensions.sharing.claim_steps import reserve_claims
 
