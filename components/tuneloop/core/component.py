@@ -114,7 +114,7 @@ class Component:
     after: Callable[[Stage, Manifest], None] | None
     identity: Callable[[Any], JsonMapping] | None
     account: str = ""
-    resolve: Callable[[Any, str], JsonMapping] | None = None
+    resolve: Callable[[Any, str, JsonMapping], JsonMapping] | None = None
 
     def __post_init__(self) -> None:
         function = self.function
@@ -205,6 +205,10 @@ class Component:
         inputs = {name: Artifact(ref) for name, ref in refs.items()}
         # The store is asked once: its second answer might differ from the first.
         manifest = find_manifest(split_ref(out)[0])
+        if self.resolve:
+            committed = manifest.params if manifest else {}
+            resolved = self.resolve(params, split_ref(out)[0], committed)
+            params = params.model_copy(update=dict(resolved))
         stage = self._open(params, inputs, out, Path(os.devnull) if manifest else None)
         # The free space is measured before the files of this attempt are deleted.
         with handle_signals(stage), errors.name_disk_errors(*self._list_directories(stage)):
@@ -325,9 +329,6 @@ class Component:
     ) -> Stage:
         """Describe this attempt; `path` is its directory, by default that of a new draft."""
         url = split_ref(out)[0]
-        if self.resolve:
-            resolved = self.resolve(params, url)
-            params = params.model_copy(update=dict(resolved))
         tracked = params.model_dump(mode="json", exclude=self.untracked)
         if self.identity:
             tracked |= self.identity(params)
@@ -438,7 +439,7 @@ def component(
     after: Callable[[Stage, Manifest], None] | None = None,
     identity: Callable[[Any], JsonMapping] | None = None,
     account: str = "",
-    resolve: Callable[[Any, str], JsonMapping] | None = None,
+    resolve: Callable[[Any, str, JsonMapping], JsonMapping] | None = None,
 ) -> Callable[[Callable[..., Results | None]], Component]:
     """Make a stage of a typed function.
 
@@ -458,8 +459,9 @@ def component(
         identity: maps the parameters to what identifies the contents of a file that they name (it
             is no artifact).
         account: the ServiceAccount whose permissions its pod needs.
-        resolve: maps the parameters, and the output's URL, to the values of those that refer to
-            something which may change: the stage and its output's identity have these values.
+        resolve: maps the parameters, the output's URL, and the parameters of the manifest that is
+            committed there (empty: none is), to the values of those that refer to something which
+            may change: the stage and its output's identity have these values.
     """
     return lambda function: Component(
         function=function,

@@ -34,14 +34,14 @@ def find_capabilities(kind: str) -> Capabilities:
     """Find the capabilities of the engine `kind`, which is a setting's ``engine.kind``.
 
     An engine of a third party counts as one with the defaults unless its entry point names a whole
-    module, which states them: only the image of its stages needs to have any other.
+    module that states them: only the image of its stages needs to have any other.
 
     Raises:
-        AttributeError: an engine that ships with tuneloop states none.
         UserError: the module of a third party's engine cannot be imported.
     """
     module = plugins.find_module("engines", kind)
     if module is None:
         return Capabilities()
-    capabilities: Capabilities = module.CAPABILITIES
+    # Engines that ship state them all; a third party's module may have `open_engine` alone.
+    capabilities: Capabilities = getattr(module, "CAPABILITIES", Capabilities())
     return capabilities

@@ -5,13 +5,14 @@ made here with a tokenizer for the prompts.
 import datetime
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pyarrow.parquet as pq
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from tuneloop.core.artifacts import Artifact
+from tuneloop.core.artifacts import DIGEST, Artifact, split_ref
 from tuneloop.core.component import (
     UNTRACKED,
     OptionalInput,
@@ -21,7 +22,8 @@ from tuneloop.core.component import (
     note_replay_params,
 )
 from tuneloop.core.errors import UserError
-from tuneloop.core.json_types import JsonObject
+from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.core.store import normalize_url
 from tuneloop.formats.architectures import UNBOUNDED, get_context
 from tuneloop.formats.canary import FILE, LENGTH, encode_text, make_canary
 from tuneloop.formats.model_files import (
@@ -30,7 +32,15 @@ from tuneloop.formats.model_files import (
     copy_companions,
 )
 from tuneloop.formats.prompt_lengths import check_prompts
-from tuneloop.formats.stored_models import find_run_store, is_reference, open_model
+from tuneloop.formats.stored_models import (
+    EXPORT,
+    ITERATION,
+    RUN,
+    SCHEMES,
+    find_run_store,
+    is_reference,
+    open_model,
+)
 from tuneloop.formats.template_settings import (
     find_turn_end,
     fix_date,
@@ -75,16 +85,59 @@ def template_digest(params: Any) -> dict[str, str]:
     return {"chat_template_digest": hashlib.sha256(template.encode()).hexdigest()}
 
 
-def resolve_model(params: Any, output: str) -> dict[str, str]:
+def resolve_model(params: Any, output: str, committed: JsonMapping) -> dict[str, str]:
     """Pin a reference to a model in a store to the bytes that it names now; other models have none.
+
+    A committed output has these bytes: its source may have been deleted since.
 
     Args:
         params: of the stage.
         output: the URL of its output, in whose store runs are looked for.
+        committed: the parameters of the output that is committed there; empty: none is.
     """
-    if not is_reference(params.model):
+    store = find_run_store(output)
+    earlier = str(committed.get("model", ""))
+    digest = params.model.rpartition(f"@{DIGEST}:")[2]
+    # A name without a digest is no end of a pinned reference.
+    if earlier.endswith(f"@{DIGEST}:{digest}"):
+        return {"model": earlier}
+    is_same = bool(earlier) and names_committed(params.model, earlier, store)
+    # The directory of an artifact is no reference any more once it is deleted.
+    if not is_same and not is_reference(params.model):
         return {}
-    return {"model": open_model(params.model, find_run_store(output)).reference}
+    try:
+        return {"model": open_model(params.model, store).reference}
+    except UserError as error:
+        if not is_same:
+            raise
+        print(f"base_model: goes on with what is committed, as {error}", file=sys.stderr)
+        return {"model": earlier}
+
+
+def names_committed(reference: str, earlier: str, store: str | None) -> bool:
+    """Return whether a reference without a digest has the address of the pinned one `earlier`.
+
+    Args:
+        reference: as a user gives it.
+        earlier: the parameter of a committed output.
+        store: where ``run://`` looks for runs; None: not known.
+    """
+    address, digest = split_ref(earlier)
+    if digest is None:
+        return False
+    scheme, mark, _ = reference.partition("://")
+    if mark and scheme.lower() not in SCHEMES:
+        return False
+    if not reference.startswith(RUN):
+        return normalize_url(reference) == address
+    name = reference.removeprefix(RUN)
+    if store is None or "@" in name:
+        return False
+    # An iteration names the artifact of one of its stages.
+    if ITERATION.search(name):
+        return address.rpartition("/")[0] == f"{store}/{name}"
+    key = name if "/" in name else f"{name}/{EXPORT}"
+    return address == f"{store}/{key}"
 
 
 def write_day(value: Any) -> Any:

@@ -212,3 +212,27 @@ def test_a_revision_is_for_the_hub(bucket: CountingS3, model: Path, tmp_path: Pa
     put(model)
     with pytest.raises(UserError, match=r"model.revision: .*is for a name on the hub"):
         base_model(out=str(tmp_path / "c"), model=URL, revision="main")
+
+
+@pytest.mark.parametrize(
+    "form", ["run://demo", "{store}/demo/export", "file://{store}/demo/export"]
+)
+def test_a_committed_model_does_without_its_source(
+    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = f"{tmp_path}/runs"
+    policy = commit_policy(Path(tmp_path / "policy"))
+    export(out=f"{store}/demo/export", policy=policy.ref)
+    out = f"{store}/next/base-model"
+    reference = form.format(store=store)
+    first = base_model(out=out, model=reference)
+    shutil.rmtree(f"{store}/demo")
+    assert base_model(out=out, model=reference) == first
+    assert "base_model: goes on with what is committed, as base_model: " in capsys.readouterr().err
+    # Whoever names the digest needs no source.
+    assert base_model(out=out, model=first.params["model"]) == first
+    assert "goes on with" not in capsys.readouterr().err
+    with pytest.raises(UserError, match="base_model: 'run://other'"):
+        base_model(out=out, model="run://other")
+    with pytest.raises(UserError, match="base_model: "):
+        base_model(out=f"{store}/new/base-model", model=first.params["model"])

@@ -2,7 +2,7 @@
 
 A variant is a module with ``open_engine(endpoint, args, timeout_s) -> Engine``, which `rollout` and
 `evaluate` call. An engine serves one set of weights at a time and says which. A module that ships
-with tuneloop, or that an entry point names as a whole, describes itself besides:
+with tuneloop describes itself besides, and so may one that an entry point names as a whole:
 
 - ``CAPABILITIES`` (`tuneloop.inference.capabilities`).
 - ``check_engine_args(args, prefix)`` refuses arguments.
@@ -170,7 +170,7 @@ def check_args(name: str, args: JsonMapping, prefix: str) -> None:
     """
     # What the user chose has to be refused before its libraries are needed.
     module = plugins.find_module("engines", name)
-    if module:
+    if module and hasattr(module, "check_engine_args"):
         module.check_engine_args(args, prefix)
 
 
