@@ -105,7 +105,7 @@ def is_open(config: PipelineConfig, key: str) -> bool:
     """Return whether a setting may differ between runs of one compiled pipeline.
 
     It may if it is a parameter of stages, or counts the iterations of a loop in one task. What a
-    value does to the graph is checked again in the run (`configure.check_tasks`).
+    value does to the graph is checked again in the run (`configure.find_problem`).
     """
     section, _, name = key.partition(".")
     # Settings of no section are of the platform, unless stages take them as their parameters.

@@ -153,7 +153,7 @@ class LoopTasks:
         arguments[CHANGES] = self.changes[step.name]
         arguments |= parameters
         for target, wire in step.wires.items():
-            # The endpoint is a constant of KFP's stages (`kfp/pipeline.py`, `build_steps`).
+            # The endpoint is a constant of KFP's stages (`task_plan.plan_tasks`).
             if wire != "endpoint":
                 arguments[target] = values[wire]
         return self.steps[step.name](name, url=f"{url}/{name}", **arguments)

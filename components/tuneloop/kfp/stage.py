@@ -38,6 +38,7 @@ from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.ui_outputs import CommittedArtifact, write_stage_outputs
 from tuneloop.workflow.loop_state import LoopState
+from tuneloop.workflow.settings import Cluster
 
 URL = "url"
 """Parameter of the adapter itself: where the output is committed."""
@@ -124,7 +125,15 @@ def launch_jobset(
     url = task.parameters[URL]
     if find_manifest(url) is not None:
         return 0
-    settings = extend_cluster()(**cluster)
+    manifest = build_stage_jobset(stage, task, nodes, processes, extend_cluster()(**cluster))
+    return follow_job(["--namespace", namespace, "--manifest", json.dumps(manifest)])
+
+
+def build_stage_jobset(
+    stage: Component, task: Task, nodes: int, processes: int, cluster: Cluster
+) -> JsonObject:
+    """Build the JobSet of a stage of several nodes; the arguments are those of `launch_jobset`."""
+    url = task.parameters[URL]
     # Named after the output, so that an evicted launcher finds the JobSet that it has started.
     name = f"{stage.template}-{xxhash.xxh3_64_hexdigest(url.encode())}"
     role = find_role(stage, task.parameters)
@@ -133,10 +142,10 @@ def launch_jobset(
         role,
         stage.command(nodes=nodes),
         build_stage_args(stage, task),
-        settings,
+        cluster,
         ranks_env(name, nodes, processes),
     )
-    manifest = build_jobset(
+    return build_jobset(
         name,
         pod,
         nodes,
@@ -144,10 +153,10 @@ def launch_jobset(
             "app.kubernetes.io/part-of": "tuneloop",
             "app.kubernetes.io/component": stage.image,
         },
-        queue=settings.build_queue_labels(role),
+        queue=cluster.build_queue_labels(role),
         stage=stage.template,
+        settings=cluster.pod_settings(role),
     )
-    return follow_job(["--namespace", namespace, "--manifest", json.dumps(manifest)])
 
 
 def build_stage_args(stage: Component, task: Task) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
-from tuneloop.argo.pod_fields import PLAIN, SECRET, SHM, plan_resources
+from tuneloop.argo.pod_fields import CLAIM, PLAIN, SECRET, SHM, plan_resources
 from tuneloop.config.pipeline import Kfp
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.workflow.plan import PodResources
@@ -67,6 +67,8 @@ def configure_task_pod(
 
 def _give_secrets(task: dsl.PipelineTask, cluster: Cluster) -> None:
     """Let a task's pod reach the store and the sandbox."""
+    if cluster.claim:
+        kubernetes.mount_pvc(task, cluster.claim, CLAIM)
     # No variable is read from both: KFP's patch would merge two of one name into one with two
     # sources, which Kubernetes refuses.
     kubernetes.use_config_map_as_env(task, STORE, {key: key for key in PLAIN}, optional=True)

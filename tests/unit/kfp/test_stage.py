@@ -19,6 +19,7 @@ from tuneloop.kfp import io, stage
 from tuneloop.kfp.iterations import find_position, report_iterations
 from tuneloop.kfp.ui_outputs import UI_OUTPUTS
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
+from tuneloop.workflow.settings import Cluster
 
 
 class Launcher:
@@ -279,3 +280,13 @@ def test_what_runs_in_a_stage_needs_no_kfp() -> None:
         "print(*({'kfp', 'kubernetes', 'google.protobuf', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == []
+
+
+def test_the_pods_of_a_jobset_have_what_cluster_pod_says(tmp_path: Path) -> None:
+    pod = {"labels": {"team": "a"}, "annotations": {"cost": "7"}}
+    task = io.Task({"url": str(tmp_path / "sft")}, {}, {}, (), tmp_path / "outputs")
+    jobset = stage.build_stage_jobset(toy.sft, task, 2, 1, Cluster(pod=pod))
+    (job,) = jobset["spec"]["replicatedJobs"]
+    metadata = job["template"]["spec"]["template"]["metadata"]
+    assert metadata["labels"]["team"] == "a"
+    assert metadata["annotations"]["cost"] == "7"

@@ -74,6 +74,13 @@ def test_every_task_has_what_the_platform_spec_has(tmp_path: Path) -> None:
     assert accelerator["resourceType"] == "amd.com/gpu"
 
 
+def test_the_store_of_a_claim_is_mounted(tmp_path: Path) -> None:
+    containers, executors = compile_tasks({}, tmp_path, "cluster.claim=runs")
+    for name in containers:
+        (mount,) = executors[name]["pvcMount"]
+        assert mount["mountPath"] == "/store" and "runs" in json.dumps(mount)
+
+
 def test_without_a_security_context_there_is_none(tmp_path: Path) -> None:
     _, executors = compile_tasks({"security": "none"}, tmp_path)
     assert not any("securityContext" in executor for executor in executors.values())
