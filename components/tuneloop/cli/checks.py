@@ -4,17 +4,17 @@ import importlib.util
 import json
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonMapping
-from tuneloop.core.store import Store
+from tuneloop.core.store import Store, local_path, normalize_url
 from tuneloop.core.wording import format_count
 
 if TYPE_CHECKING:
-    from tuneloop.config.loading import Configured
+    from tuneloop.config.loading import Configured, Files, Pipeline
     from tuneloop.planning.limits import Limit
 
 
@@ -52,6 +52,36 @@ def check_local_run(config: JsonMapping, workflow: JsonMapping, store: str) -> N
             raise UserError(
                 f"port of {name}", port, "is taken here; stop what listens there, or set another"
             )
+
+
+def configure_remote(
+    pipeline: "Pipeline",
+    files: "Files",
+    sets: Iterable[str] | None,
+    store: str,
+    *,
+    keeps_promoted: bool = False,
+) -> Any:
+    """Make the configuration of a run whose pods commit artifacts to `store`, as
+    `Pipeline.configure` does.
+
+    The pods may have keys and disks that this machine lacks: then they look up ``run://…``.
+    """
+    assignments = list(sets or ())
+    root = local_path(normalize_url(store))
+    if root is not None and not root.is_dir():
+        return pipeline.configure(files, assignments)
+    try:
+        return pipeline.configure(files, assignments, store, keeps_promoted=keeps_promoted)
+    except Retryable as error:
+        reason = str(error)
+    except UserError as error:
+        # The store refuses the keys of this machine.
+        if error.field != "store" or "NoSuchBucket" in error.remedy:
+            raise
+        reason = str(error)
+    typer.echo(f"note: the pods look up the base model, for which {reason}", err=True)
+    return pipeline.configure(files, assignments)
 
 
 def check_limits(limits: Iterable["Limit"], ignore: bool) -> None:

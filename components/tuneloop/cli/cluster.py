@@ -214,7 +214,7 @@ def schedule_pipeline(
     schedule is active. With --promote it first promotes what the last run exports, if its mean
     reward on held-out prompts is at least that of the policy it began with.
     """
-    from tuneloop.cli.checks import check_limits
+    from tuneloop.cli.checks import check_limits, configure_remote
     from tuneloop.cluster.schedule import Trigger, apply_schedule
     from tuneloop.config.loading import find_pipeline
     from tuneloop.planning.limits import find_limits, read_pods
@@ -228,7 +228,7 @@ def schedule_pipeline(
         minima=parse_minima(minima or ()) if promote else None,
     )
     definition = find_pipeline(pipeline)
-    settings = definition.configure(config, sets or ())
+    settings = configure_remote(definition, config, sets, store, keeps_promoted=True)
     workflow = definition.build(settings)
     # It runs when nobody watches: an estimate that the user would ignore counts, too.
     mounts = list_mounted_paths(workflow)
@@ -270,18 +270,25 @@ def diff_pipeline(
     Prints the lines that differ, as `diff` does; what the controller or the API server adds is left
     out.
     """
-    from tuneloop.cluster.drift import run_drift, template_drift
+    from tuneloop.cli.checks import configure_remote
+    from tuneloop.cluster.drift import find_store, run_drift, template_drift
     from tuneloop.cluster.run_workflows import template_name
     from tuneloop.config.loading import find_pipeline
+    from tuneloop.formats.stored_models import RUN as RUN_SCHEME
 
     definition = find_pipeline(pipeline)
-    workflow = definition.build(definition.configure(config, sets or ()))
+    settings = definition.configure(config, sets or ())
     cluster = connect_to_cluster(namespace, context)
-    if run:
-        differences = run_drift(cluster, workflow, run)
-    else:
-        name = template or template_name(definition.name)
-        differences = template_drift(cluster, workflow, name)
+    name = template or template_name(definition.name)
+    if str(getattr(settings, "base_model", "")).startswith(RUN_SCHEME):
+        # What is live was rendered with the model that its store has under this reference.
+        store = find_store(cluster, run, name)
+        if store:
+            settings = configure_remote(definition, config, sets, store, keeps_promoted=run is None)
+    workflow = definition.build(settings)
+    differences = (
+        run_drift(cluster, workflow, run) if run else template_drift(cluster, workflow, name)
+    )
     typer.echo(differences, nl=False)
     return 1 if differences else 0
 

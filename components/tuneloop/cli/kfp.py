@@ -87,7 +87,7 @@ def submit_run(
 
     # KFP would take any name, but the folder of the run in the store has it, too.
     check_name(run, "--run")
-    compiled, _ = build_kfp_pipeline(pipeline, config, sets, submitted=True)
+    compiled, _ = build_kfp_pipeline(pipeline, config, sets, store)
     run_id = client.submit_run(
         client.connect_to_kfp(endpoint),
         compiled,
@@ -124,7 +124,7 @@ def schedule_pipeline(
     """
     from tuneloop.kfp.schedule import create_schedule
 
-    compiled, settings = build_kfp_pipeline(pipeline, config, sets, submitted=True)
+    compiled, settings = build_kfp_pipeline(pipeline, config, sets, store, keeps_promoted=True)
     create_schedule(
         client.connect_to_kfp(endpoint),
         compiled,
@@ -198,18 +198,20 @@ def build_kfp_pipeline(
     pipeline: str,
     config: list[Path] | None,
     sets: list[str] | None,
+    store: str | None = None,
     *,
-    submitted: bool = False,
+    keeps_promoted: bool = False,
 ) -> tuple[Any, Any]:
     """Build a pipeline by name, and return it in the form that kfp compiles, and its settings.
 
-    With `submitted` it is about to be sent: settings that name paths of this machine are refused.
+    With a store it is about to be sent: settings that name paths of this machine are refused, and a
+    base model ``run://…`` is looked up there, as `Pipeline.configure` does with `keeps_promoted`.
 
     Raises:
         UserError: the pipeline has no form for KFP, kfp is not installed, a setting is wrong, or
             the run would not fit its pods.
     """
-    from tuneloop.cli.checks import check_limits
+    from tuneloop.cli.checks import check_limits, configure_remote
     from tuneloop.config.loading import find_pipeline
     from tuneloop.planning.limits import find_limits, read_pods
     from tuneloop.planning.pod_paths import list_mounted_paths
@@ -220,11 +222,15 @@ def build_kfp_pipeline(
             "pipeline", pipeline, "has no build_kfp(config): it cannot run on Kubeflow Pipelines"
         )
     client.check_kfp_is_installed()
-    settings: Any = definition.configure(config, sets or ())
+    settings: Any
+    if store:
+        settings = configure_remote(definition, config, sets, store, keeps_promoted=keeps_promoted)
+    else:
+        settings = definition.configure(config, sets or ())
     compiled = definition.module.build_kfp(settings)
     # What the pods need is read from the Argo form: both are made from the same stages.
     workflow = definition.build(settings)
-    mounts = list_mounted_paths(workflow) if submitted else None
+    mounts = list_mounted_paths(workflow) if store else None
     limits = find_limits(settings, workflow, read_pods(settings), mounts=mounts)
     check_limits(limits, ignore=False)
     return compiled, settings

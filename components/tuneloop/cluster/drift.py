@@ -58,15 +58,32 @@ def run_drift(cluster: Connection, workflow: JsonMapping, run: str) -> str:
     )
 
 
+def find_store(cluster: Connection, run: str | None, template: str) -> str | None:
+    """Return the store of the newest workflow of a run, or without a run that of a template which a
+    schedule made; None where there is none.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    if run:
+        return read_store(run_workflows.find_workflows(cluster, run)[-1])
+    live = cluster.find(*TEMPLATES, template)
+    is_scheduled = live is not None and LABEL in live["metadata"].get("labels", {})
+    return read_store(live) if live and is_scheduled else None
+
+
+def read_store(live: JsonMapping) -> str:
+    """Return the store of a workflow, or of a schedule's template: each has this parameter."""
+    parameters = live["spec"]["arguments"]["parameters"]
+    return next(str(item["value"]) for item in parameters if item["name"] == "store")
+
+
 def _prepare_like(live: JsonMapping, workflow: JsonMapping, run: str) -> JsonObject:
     """Prepare `workflow` for the store and the namespace of the one that is live."""
-    parameters = live["spec"]["arguments"]["parameters"]
-    # Every workflow of ours has this parameter.
-    stores = [str(item["value"]) for item in parameters if item["name"] == "store"]
     return run_workflows.prepare_workflow(
         workflow,
         run=run,
-        store=stores[0],
+        store=read_store(live),
         namespace=live["metadata"]["namespace"],
     )
 

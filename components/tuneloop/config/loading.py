@@ -28,10 +28,11 @@ from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.config.refusals import explain_refusal
 from tuneloop.config.rules import follow_model, list_doubts, list_unknowns
 from tuneloop.config.sections import KIND, expand_texts
+from tuneloop.config.stored_facts import remember_address
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import normalize_url
-from tuneloop.formats.stored_models import RUN, open_model
+from tuneloop.formats.stored_models import PROMOTED, RUN, open_model
 from tuneloop.workflow.pod_hook import list_pod_hooks
 
 Files = Path | Sequence[Path] | None
@@ -71,6 +72,8 @@ class Pipeline:
         files: Files = None,
         sets: Iterable[str] = (),
         store: str | None = None,
+        *,
+        keeps_promoted: bool = False,
     ) -> BaseModel:
         """Make the configuration: defaults, then `files`, then `sets`.
 
@@ -82,12 +85,15 @@ class Pipeline:
             sets: ``a.b=value`` each, whose value is parsed as YAML.
             store: where the run will commit, if that is known: a base model ``run://…`` is
                 looked up there, and the settings have its address with the digest.
+            keeps_promoted: ``run://NAME@promoted`` stays in the settings, for runs that each look
+                it up; what follows the model follows the one that it names now.
 
         Raises:
             UserError: an unreadable file, a value that is no YAML, an unknown key, a wrong type or
                 an impossible value.
         """
-        return self.configure_for(None, files, sets, store).settings
+        configured = self.configure_for(None, files, sets, store, keeps_promoted=keeps_promoted)
+        return configured.settings
 
     def configure_for(
         self,
@@ -95,6 +101,8 @@ class Pipeline:
         files: Files = None,
         sets: Iterable[str] = (),
         store: str | None = None,
+        *,
+        keeps_promoted: bool = False,
     ) -> Configured:
         """Make the configuration as `configure` does, with what follows the base model and
         `machine`; None for the pods that the settings describe."""
@@ -102,7 +110,10 @@ class Pipeline:
         name = values.get("base_model")
         if store and isinstance(name, str) and name.startswith(RUN):
             model = open_model(name, normalize_url(store))
-            values["base_model"] = model.reference
+            if keeps_promoted and name.endswith(f"@{PROMOTED}"):
+                remember_address(name, model.reference)
+            else:
+                values["base_model"] = model.reference
         followed = follow_model(self.Config, values, machine)
         settings = self.validate(merge_followed(values, followed))
         notes = list_unknowns(self.Config, values)

@@ -30,6 +30,10 @@ READERS = 8
 """Files that are read at a time."""
 
 
+ADDRESSES: dict[str, str] = {}
+"""Reference ``run://…`` that settings keep as it is → what it names now (`remember_address`)."""
+
+
 @dataclass(frozen=True)
 class Preview:
     """What is known of a base model in a store.
@@ -49,11 +53,12 @@ class Preview:
 @functools.lru_cache(maxsize=16)
 def preview_model(reference: str) -> Preview:
     """Read what is known of the base model in a store that `reference` names."""
-    if reference.startswith(RUN):
-        remedy = "is read where the store is known: by `plan --store`, `run` and `submit`"
+    address = ADDRESSES.get(reference, reference)
+    if address.startswith(RUN):
+        remedy = "is read where the store is known: by `plan --store` and whatever starts runs"
         return Preview(None, UserError(FIELD, reference, remedy))
     try:
-        model = open_model(reference)
+        model = open_model(address)
         return Preview(write_preview(model))
     except NoKeys as error:
         return Preview(None, UserError(FIELD, reference, error.mistake.remedy))
@@ -67,6 +72,14 @@ def preview_model(reference: str) -> Preview:
         if error.field == "store":
             problem = UserError(FIELD, reference, error.remedy)
         return Preview(None, problem, holds_in_pods=not (is_refusal or is_local))
+
+
+def remember_address(reference: str, address: str) -> None:
+    """Let `preview_model` read a reference ``run://…`` at the address that it has in the store of
+    the run."""
+    if ADDRESSES.get(reference) != address:
+        ADDRESSES[reference] = address
+        preview_model.cache_clear()
 
 
 def write_preview(model: StoredModel) -> Path:

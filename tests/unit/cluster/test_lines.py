@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
+from tests.policies import commit_policy
 from tests.unit import toy
 from tests.unit.cluster.api import Api, kubeconfig, serving
 from tuneloop.cli import run_cli
+from tuneloop.cluster.run_workflows import prepare_workflow
 from tuneloop.cluster.schedule import BASE, CRON, TEMPLATES, main
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.store import Store
 from tuneloop.formats.promotions import read_history
@@ -173,3 +176,21 @@ def test_what_a_schedule_cannot_be(
     assert schedule(*words) == 2
     assert problem in capsys.readouterr().err
     assert not line.server.objects
+
+
+def test_a_run_that_was_submitted_by_the_name_of_another_is_equal(
+    line: Line, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = commit_policy(Path(line.store, "first", "sft"))
+    assignment = "base_model=run://first/sft"
+    sft = find_pipeline("sft")
+    settings: Any = sft.configure(None, [assignment], line.store)
+    assert settings.base_model == policy.ref
+    workflow = prepare_workflow(
+        sft.build(settings), run="demo", store=line.store, namespace="tuneloop", priority=None
+    )
+    workflow["metadata"] |= {"name": "demo-1", "creationTimestamp": NIGHTS[0]}
+    line.server.objects["workflows", "demo-1"] = workflow
+    assert run_cli(["diff", "sft", "--run", "demo", "--set", assignment]) == 0
+    assert run_cli(["diff", "sft", "--run", "demo", "--set", "seed=3"]) == 1
+    assert policy.ref in capsys.readouterr().out

@@ -14,7 +14,12 @@ from starlette.testclient import TestClient
 from tests.kfp_api import Api, serve_api
 from tests.unit import toy
 from tuneloop.cli import run_cli
+from tuneloop.cli.checks import configure_remote
+from tuneloop.config.loading import find_pipeline
+from tuneloop.core.artifacts import dump_checked_json
 from tuneloop.core.errors import Interrupted, Retryable, Unavailable, UserError
+from tuneloop.core.store import Store
+from tuneloop.formats.stored_models import open_model
 from tuneloop.kfp import client, progress
 from tuneloop.kfp.api import RunApi, call_api
 from tuneloop.kfp.check_data import start_scheduled_run
@@ -297,6 +302,44 @@ def test_a_schedule_looks_for_new_data_and_starts_its_run(
     assert (len(backend.pipelines), len(backend.versions)) == (1, 1), (
         "the same pipeline is uploaded once"
     )
+
+
+def test_a_schedule_keeps_what_is_promoted_and_knows_its_facts(
+    backend: Api, smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "runs"
+    promotion = {
+        "name": "nightly",
+        "run": "first",
+        "version": 1,
+        "ref": open_model(f"file://{smollm2}").reference,
+        "least": {},
+        "figures": {},
+        "evaluation": "",
+        "who": "",
+        "time": 0.0,
+    }
+    Store(str(store)).put(
+        "promoted.json", dump_checked_json({"promotions": [promotion]}, "promoted.json")
+    )
+    words = ["kfp", "schedule", "sft", "--name", "nightly", "--cron", "30 2 * * *"]
+    words += ["--store", str(store), "--set", "base_model=run://nightly@promoted"]
+    assert run_cli(words) == 0
+    (made,) = backend.recurring
+    (task,) = made["pipeline_spec"]["pipeline_spec"]["root"]["dag"]["tasks"].values()
+    assert task["inputs"]["parameters"]["data"]["runtimeValue"]["constant"]["chat"] is True
+    sft = find_pipeline("sft")
+    sets = ["base_model=run://nightly@promoted"]
+    settings: Any = configure_remote(sft, None, sets, str(store), keeps_promoted=True)
+    assert settings.base_model == "run://nightly@promoted"
+    # A run has the version of its beginning.
+    settings = configure_remote(sft, None, sets, str(store))
+    assert settings.base_model == promotion["ref"]
+    words[-1] = "base_model=run://frist"
+    words[4] = "other"
+    for command in (words, ["kfp", "submit", "sft", "--run", "x", *words[-4:]], words[1:]):
+        assert run_cli(command) == 2
+        assert "base_model: 'run://frist': has no files" in capsys.readouterr().err
 
 
 def test_the_rule_of_a_tick(backend: Api) -> None:
