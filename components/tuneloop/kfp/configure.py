@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from typing import Any
 from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.config.explicit_values import configure_values
 from tuneloop.config.followed import Followed, merge_followed
+from tuneloop.config.listing import Section, describe_settings
 from tuneloop.config.loading import Pipeline, find_pipeline, list_pipeline_folders
+from tuneloop.config.rules import list_unknowns
 from tuneloop.core.errors import UserError, report_errors
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.core.store import Store
-from tuneloop.kfp.form import OTHERS, list_parameters
+from tuneloop.core.store import Store, normalize_url
+from tuneloop.formats.stored_models import RUN, open_model
+from tuneloop.kfp.form import BASE_MODEL, OTHERS, list_parameters
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.run_name import name_run
@@ -51,16 +54,24 @@ class ConfiguredRun:
 class RunSettings:
     """The settings of the runs of one compiled pipeline."""
 
-    def __init__(self, pipeline: Pipeline, values: JsonMapping) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        values: JsonMapping,
+        limits: Mapping[str, str] | None = None,
+    ) -> None:
         """Prepare to configure runs.
 
         Args:
             pipeline: that was compiled.
             values: with which it was compiled.
+            limits: task → memory of its pod, where that has a limit; None: as planned here. What
+                was known of the base model when it was compiled may not be known here.
         """
         self.pipeline = pipeline
         self.values = values
         self.compiled = self._plan(values)
+        self.limits = list_limits(self.compiled.plan) if limits is None else limits
 
     def _plan(self, values: JsonMapping) -> ConfiguredRun:
         settings = configure_values(self.pipeline, values)
@@ -79,7 +90,8 @@ class RunSettings:
             value = restore_integers(parameters.get(parameter.name, parameter.default))
             if value != parameter.default:
                 typed[parameter.key] = value
-        typed |= restore_integers(parameters.get(OTHERS, {}))
+        sections = describe_settings(self.pipeline.Config)
+        typed.update(flatten_sections(restore_integers(parameters.get(OTHERS, {})), sections))
         return typed
 
     def configure(self, typed: JsonMapping) -> ConfiguredRun:
@@ -94,18 +106,18 @@ class RunSettings:
         """
         if not typed:
             return self.compiled
-        values = self._merge(typed)
+        values = self.merge(typed)
         run = self._plan(values)
         # First each setting alone, so that a message names the one that is refused.
         for key, value in typed.items():
             self._check_alone(key, value)
-        problem = find_problem(self.compiled, run)
+        problem = find_problem(self.compiled, run, self.limits)
         if problem:
             key, value = next(iter(typed.items()))
             raise UserError(key, value, f"with the other settings of this run: {problem}")
         return run
 
-    def _merge(self, typed: JsonMapping) -> JsonObject:
+    def merge(self, typed: JsonMapping) -> JsonObject:
         """Return the compiled values with the typed ones."""
         changes = {key: Followed(key, value, "typed") for key, value in typed.items()}
         values = merge_followed(self.values, changes)
@@ -118,17 +130,51 @@ class RunSettings:
     def _check_alone(self, key: str, value: Any) -> None:
         """Raise UserError if a setting alone makes another graph or other pods."""
         try:
-            run = self._plan(self._merge({key: value}))
+            run = self._plan(self.merge({key: value}))
         except UserError:
             # It is possible together with the other settings, which were not refused.
             return
-        problem = find_problem(self.compiled, run)
+        problem = find_problem(self.compiled, run, self.limits)
         if problem:
             raise UserError(key, value, problem)
 
 
-def find_problem(compiled: ConfiguredRun, run: ConfiguredRun) -> str:
-    """Return why a run cannot use the compiled graph and its pods; empty if it can."""
+def flatten_sections(
+    values: JsonMapping, sections: Section, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield key and value of settings that are given by their keys, or in mappings by section.
+
+    Args:
+        values: key → value.
+        sections: of the pipeline's configuration.
+        prefix: of the keys: the section that they are in, and a dot.
+    """
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        # A mapping would replace its section with all that was compiled there.
+        if isinstance(value, Mapping) and isinstance(sections.find(key), Section):
+            yield from flatten_sections(value, sections, f"{key}.")
+        else:
+            yield key, value
+
+
+def list_limits(plan: TaskPlan) -> dict[str, str]:
+    """Return task → memory of its pod, of those that have a limit."""
+    limits: dict[str, str] = {}
+    for task, pod in plan.pods.items():
+        if pod.resources.memory_limit:
+            limits[task] = pod.resources.memory_limit
+    return limits
+
+
+def find_problem(compiled: ConfiguredRun, run: ConfiguredRun, limits: Mapping[str, str]) -> str:
+    """Return why a run cannot use the compiled graph and its pods; empty if it can.
+
+    Args:
+        compiled: the run without what was typed.
+        run: the one with it.
+        limits: task → memory of its compiled pod, where that has a limit.
+    """
     if describe_shape(run) != describe_shape(compiled):
         return (
             "is fixed when the pipeline is compiled, as it decides the graph or its pods: "
@@ -137,12 +183,15 @@ def find_problem(compiled: ConfiguredRun, run: ConfiguredRun) -> str:
     shortages: list[str] = []
     needed_by_role: dict[str, str] = {}
     for task, pod in run.plan.pods.items():
-        limit = compiled.plan.pods[task].resources.memory_limit
+        limit = limits.get(task)
         needed = pod.resources.memory_limit
         # A pod without a limit may use the whole node.
         if not limit or not needed:
             continue
-        if parse_resource_quantity(needed) <= parse_resource_quantity(limit):
+        # This release may estimate the compiled run otherwise than the one that compiled it.
+        planned = compiled.plan.pods[task].resources.memory_limit or limit
+        allowed = max(map(parse_resource_quantity, (limit, planned)))
+        if parse_resource_quantity(needed) <= allowed:
             continue
         shortages.append(f"the pod of {task} would need {needed} of memory and has {limit}")
         # Several pods may have one role: the largest counts.
@@ -154,13 +203,17 @@ def find_problem(compiled: ConfiguredRun, run: ConfiguredRun) -> str:
     return f"{', '.join(shortages)}: compile the pipeline again with {' '.join(flags)}"
 
 
-def list_doubts(compiled: TaskPlan, plan: TaskPlan) -> list[str]:
+def list_doubts(plan: TaskPlan, limits: Mapping[str, str]) -> list[str]:
     """List the pods whose memory may be too little: they have a limit, and it is not known what the
     run needs.
+
+    Args:
+        plan: of the run.
+        limits: task → memory of its compiled pod, where that has a limit.
     """
     doubts: list[str] = []
     for task, pod in plan.pods.items():
-        limit = compiled.pods[task].resources.memory_limit
+        limit = limits.get(task)
         if limit and not pod.resources.memory_limit:
             doubts.append(f"it is not known whether {limit} of memory are enough for {task}")
     return doubts
@@ -169,11 +222,14 @@ def list_doubts(compiled: TaskPlan, plan: TaskPlan) -> list[str]:
 def describe_shape(run: ConfiguredRun) -> JsonObject:
     """Describe what is fixed in a compiled pipeline: its tasks, their pods, the platform."""
     plan = run.plan
+    # Only a pipeline with a loop, or whose author wants it, has this section.
+    engine = dict(run.settings).get("engine")
     pods = {task: _describe_pod(pod) for task, pod in plan.pods.items()}
     return {
         "pods": pods,
         "written_out": plan.written_out,
         "evaluate_every": run.settings.loop.evaluate_every if plan.written_out else 0,
+        "engine": engine.kind if engine else "",
         "cluster": run.settings.cluster.model_dump(),
         "kfp": run.settings.kfp.model_dump(),
     }
@@ -253,6 +309,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--values", type=json.loads, required=True, metavar="JSON", help="compiled settings"
     )
+    parser.add_argument(
+        "--limits", type=json.loads, metavar="JSON", help="memory of the compiled tasks' pods"
+    )
     parser.add_argument("--executor-input", required=True)
     options = parser.parse_args(argv)
     task = Task.read(options.executor_input)
@@ -265,10 +324,18 @@ def main(argv: Sequence[str]) -> int:
         store = str(task.parameters["store"])
         # Both configurations are made by this release, so that only what was typed differs.
         pipeline = load_pipeline(options.pipeline, options.files)
-        runs = RunSettings(pipeline, options.values)
+        runs = RunSettings(pipeline, options.values, options.limits)
         typed = runs.read_typed(task.parameters)
+        model = typed.get(BASE_MODEL)
+        if isinstance(model, str) and model.startswith(RUN):
+            typed[BASE_MODEL] = open_model(model, normalize_url(store)).reference
         run = runs.configure(typed)
-        for line in list_doubts(runs.compiled.plan, run.plan):
+        notes: list[str] = []
+        if typed:
+            notes += list_doubts(run.plan, runs.limits)
+        if BASE_MODEL in typed:
+            notes += list_unknowns(pipeline.Config, runs.merge(typed))
+        for line in notes:
             print(f"note: {line}", file=sys.stderr)
         # Last, since it is the one check that leaves this pod.
         Store(store).check_writable()

@@ -26,7 +26,7 @@ from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp import template
-from tuneloop.kfp.configure import read_files
+from tuneloop.kfp.configure import list_limits, read_files
 from tuneloop.kfp.form import OTHERS, Parameter, list_fixed, list_parameters
 from tuneloop.kfp.loop import LoopTasks, Steps, iterations_step, select_parameters
 from tuneloop.kfp.register import AFTER, BEFORE
@@ -139,6 +139,8 @@ def configure_step(
     # Only what was set, so that the rest follows what a user sets for a run.
     values = find_explicit_values(pipeline, config)
     flags = ["--pipeline", pipeline.name, "--values", _encode(values)]
+    # The base model of this machine may not be known in the task's pod, from which they follow.
+    flags += ["--limits", _encode(list_limits(plan))]
     files = read_files(pipeline)
     if files:
         flags += ["--files", _encode(files)]

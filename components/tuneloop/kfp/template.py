@@ -66,6 +66,9 @@ def stage_step(spec: StageSpec, plan: StagePlan, *, cluster: Cluster, kfp: Kfp) 
         plan: its parameters and its pod.
         cluster: settings of the pods.
         kfp: settings of the task.
+
+    Raises:
+        UserError: as `configure_task_pod`.
     """
     stage = spec.component
     role = plan.resource_role
@@ -75,6 +78,7 @@ def stage_step(spec: StageSpec, plan: StagePlan, *, cluster: Cluster, kfp: Kfp) 
     flags: list[str] = []
     task_cluster = cluster
     if spec.nodes > 1:
+        cluster.check_one_memory_limit(role, "a job of several pods")
         # The launcher does not know the base model, from which memory is estimated.
         job_cluster = cluster
         if plan.resources.memory_limit:
@@ -85,7 +89,7 @@ def stage_step(spec: StageSpec, plan: StagePlan, *, cluster: Cluster, kfp: Kfp) 
             "cluster": job_cluster.model_dump(mode="json", exclude_defaults=True),
             "namespace": kfp.jobs,
         }
-        flags = ["--job", json.dumps(job, separators=(",", ":"))]
+        flags = ["--job", escape_json(json.dumps(job, separators=(",", ":")))]
         # The task's pod only talks to the API server.
         role = "cpu"
         image_name = "base"

@@ -1,6 +1,7 @@
 """What a user types into the form of KFP's UI: checked by the pipeline's schema, in the first task of a run."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from tuneloop.config.explicit_values import configure_values, find_explicit_valu
 from tuneloop.config.loading import Pipeline, find_pipeline
 from tuneloop.core.errors import EXIT_USER, UserError
 from tuneloop.kfp import configure
-from tuneloop.kfp.configure import RunSettings, find_changes, read_files
+from tuneloop.kfp.configure import RunSettings, find_changes, list_doubts, read_files
 from tuneloop.kfp.form import list_parameters
 
 PIPELINES = sorted(path.stem for path in Path(__file__).parents[3].glob("pipelines/*.py"))
@@ -132,9 +133,39 @@ def test_a_model_that_does_not_fit_the_compiled_pods_is_refused(smollm2: Path) -
         prepare("sft").configure({"base_model": str(smollm2)})
 
 
+def test_the_limits_that_were_compiled_count(smollm2: Path, tmp_path: Path) -> None:
+    """The pods were compiled for a model whose facts this machine does not know."""
+    sft = find_pipeline("sft")
+    values = {"base_model": "owner/unknown-model"}
+    unlimited = RunSettings(sft, values)
+    assert unlimited.limits == {}
+    unlimited.configure({"base_model": str(smollm2)})
+    runs = RunSettings(sft, values, {"sft": "300Mi"})
+    with pytest.raises(UserError, match=r"sft would need \d+Mi of memory and has 300Mi"):
+        runs.configure({"base_model": str(smollm2)})
+    run = runs.configure({"base_model": "owner/other-model"})
+    assert list_doubts(run.plan, runs.limits) == [
+        "it is not known whether 300Mi of memory are enough for sft"
+    ]
+
+
+def test_a_section_that_is_typed_as_a_mapping_sets_what_it_names() -> None:
+    runs = prepare("grpo", "rollout.max_tokens=6")
+    typed = runs.read_typed(
+        {"settings": {"rollout": {"temperature": 0.5}, "trainer": {"lora": {"r": 4.0}}}}
+    )
+    assert typed == {"rollout.temperature": 0.5, "trainer.lora.r": 4}
+    run = runs.configure(typed)
+    assert (run.settings.rollout.temperature, run.settings.rollout.max_tokens) == (0.5, 6)
+    # A setting whose value is a mapping is none.
+    arguments = {"settings": {"data": {"columns": {"prompt": "question"}}}}
+    assert runs.read_typed(arguments) == {"data.columns": {"prompt": "question"}}
+
+
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
+        ("engine.kind", "transformers", "engine.kind: 'transformers': is fixed when the pipeline"),
         ("sft.learning_rate", -1, "sft.learning_rate: -1: "),
         ("sft.max_length", "long", "sft.max_length: 'long': "),
         ("rollout.tempratur", 1, "rollout.tempratur: 1: "),
@@ -197,6 +228,32 @@ def test_the_first_task_refuses_in_one_line(
     assert start(store, "--pipeline", "sft", run="My Run") == (EXIT_USER, {})
     assert "run: 'My Run': use at most 40 lower-case letters" in capfd.readouterr().err
     assert not store.exists()
+
+
+def test_the_model_of_another_run_is_typed(
+    tmp_path: Path, smollm2: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    folder = store / "first" / "export"
+    shutil.copytree(smollm2, folder)
+    flags = ["--pipeline", "sft"]
+    code, outputs = start(store, *flags, base_model="run://first", run="second")
+    assert (code, outputs) == (EXIT_USER, {})
+    assert "would need" in capfd.readouterr().err
+    limits = ["--limits", json.dumps({"sft": "64Gi"})]
+    code, outputs = start(store, *flags, *limits, base_model="run://first", run="second")
+    assert code == 0
+    changes = json.loads(outputs["sft_settings"])
+    assert changes["learning_rate"] == 2e-5
+    assert f"base_model = 'file://{folder}@sha256:" in capfd.readouterr().err
+    code, outputs = start(store, *flags, base_model="run://frist", run="second")
+    assert code == EXIT_USER
+    assert "base_model: 'run://frist': has no files" in capfd.readouterr().err
+    code, outputs = start(store, *flags, base_model="owner/unknown-model", run="second")
+    assert code == 0
+    err = capfd.readouterr().err
+    assert "note: owner/unknown-model is not here: its context" in err
+    assert "note: it is not known whether" in err
 
 
 OWN = '''"""One stage that is in the image, and a graph that is not."""

@@ -130,6 +130,14 @@ def test_stages_that_span_nodes_are_launched_from_the_small_image(compiled: Any)
     assert parameters["expected_world_size"]["runtimeValue"]["constant"] == 2
 
 
+def test_a_job_has_no_tag_of_kfp(compiled: Any) -> None:
+    pod = 'cluster.pod.env={WORD: "{{x}} $(HOME)"}'
+    spec, _ = compiled("sft", "nodes=2", pod)
+    (job,) = spec["deploymentSpec"]["executors"]["exec-sft"]["container"]["args"][-1:]
+    assert "{{" not in job and "$(" not in job
+    assert json.loads(job)["cluster"]["pod"]["env"] == {"WORD": "{{x}} $(HOME)"}
+
+
 def test_handles_are_typed_and_parameters_described(compiled: Any) -> None:
     spec, _ = compiled("grpo", "loop.iterations=1", "kfp.unroll=1")
     reward = spec["components"]["comp-reward"]
@@ -221,5 +229,9 @@ def test_pods_have_the_memory_that_plan_estimates(compiled: Any) -> None:
 def test_wrong_settings_are_refused_before_anything_is_compiled(compiled: Any) -> None:
     with pytest.raises(UserError, match=r"kfp\.retries"):
         compiled("sft", "kfp.retries=-1")
+    with pytest.raises(
+        UserError, match=r"cluster\.trainer\.memory_on_retry: .*job of several pods"
+    ):
+        compiled("sft", "nodes=2", "cluster.trainer={memory: 4Gi, memory_on_retry: 8Gi}")
     with pytest.raises(UserError, match=r"nodes.*kfp\.unroll"):
         compiled("grpo", "nodes=2")
