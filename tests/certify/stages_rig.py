@@ -206,7 +206,7 @@ def _shorten_pauses() -> None:
 
     def open_store(url: str, **options: Any) -> Any:
         if url not in made:
-            made[url] = real(url, retry_config=retry, **options)
+            made[url] = real(url, **options | {"retry_config": retry})
         return made[url]
 
     obstore.store.from_url = open_store

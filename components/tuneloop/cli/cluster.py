@@ -207,8 +207,9 @@ def schedule_pipeline(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Run a pipeline whenever its data has changed, or with --always at each time. The same name
-    again changes the schedule.
+    """Run a pipeline at given times, always or if its data has changed.
+
+    The same name again changes the schedule.
 
     A check makes the prompts again and compares their digest. It starts no run while one of this
     schedule is active. With --promote it first promotes what the last run exports, if its mean

@@ -90,14 +90,14 @@ def report_rows(
         if budget.count:
             dropped[budget.setting.removeprefix("data.")] = budget.to_facts()
             stage.log(budget.describe())
-    for name, number, sentence in (
-        ("repeated", counts.repeated, "are equal to one before them"),
-        ("conflicting", counts.conflicting, "have a prompt before them with another answer"),
-        ("held_back", counts.held_back, "have a prompt that is in another split"),
+    for name, number, reason in (
+        ("repeated", counts.repeated, "with what an earlier row has"),
+        ("conflicting", counts.conflicting, "with the prompt of an earlier row and another answer"),
+        ("held_back", counts.held_back, "with a prompt that is in another split"),
     ):
         if number:
             dropped[name] = number
-            stage.log(f"left out {format_count(number, 'row')} that {sentence}")
+            stage.log(f"left out {format_count(number, 'row')} {reason}")
     if dropped:
         facts["dropped"] = dropped
     if counts.nulls:

@@ -31,6 +31,13 @@ class _Scoring(torch.nn.Module):
         self.config = config
         self._no_split_modules = body._no_split_modules
 
+    @classmethod
+    def _from_config(cls, config: Any, dtype: torch.dtype) -> Any:
+        """Make transformers' own model, whose names are the same (`make_empty_model`)."""
+        from transformers import AutoModelForSequenceClassification
+
+        return AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+
     def get_output_embeddings(self) -> torch.nn.Module:
         """Return what `Policy` treats as the output layer."""
         return self.score

@@ -304,14 +304,7 @@ def _find_spec_errors(spec: JsonMapping) -> Iterator[tuple[str, Any, str]]:
         if directive in spec:
             yield f"spec.{directive}", spec[directive], DELETES
     for field in ("containers", "initContainers"):
-        if field in spec and spec[field] is None:
-            yield f"spec.{field}", None, DELETES
-        for container in spec.get(field) or []:
-            name = container.get("name")
-            is_own = name is None or name in (MAIN, *ARGO_CONTAINERS, *ARGO_INIT_CONTAINERS)
-            if is_own and container.get(DIRECTIVE) in ("delete", "replace"):
-                path = f"spec.{field}" if name is None else f"spec.{field}[{name}]"
-                yield f"{path}.{DIRECTIVE}", container[DIRECTIVE], DELETES
+        yield from _find_deletions(spec, field)
     # The stage's program is what commits and retries: a patch must not replace it.
     for container in spec.get("containers") or []:
         name = container.get("name")
@@ -330,6 +323,18 @@ def _find_spec_errors(spec: JsonMapping) -> Iterator[tuple[str, Any, str]]:
         for variable in container.get("env") or []:
             if str(variable.get("name")).startswith(OWN_VARIABLES):
                 yield f"{path}.env[{variable['name']}]", variable, "is tuneloop's own: leave it out"
+
+
+def _find_deletions(spec: JsonMapping, field: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield what in a patch of a list of containers would delete those that a pod needs."""
+    if field in spec and spec[field] is None:
+        yield f"spec.{field}", None, DELETES
+    for container in spec.get(field) or []:
+        name = container.get("name")
+        is_own = name is None or name in (MAIN, *ARGO_CONTAINERS, *ARGO_INIT_CONTAINERS)
+        if is_own and container.get(DIRECTIVE) in ("delete", "replace"):
+            path = f"spec.{field}" if name is None else f"spec.{field}[{name}]"
+            yield f"{path}.{DIRECTIVE}", container[DIRECTIVE], DELETES
 
 
 def build_volume_source(source: str) -> JsonObject:

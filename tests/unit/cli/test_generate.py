@@ -124,7 +124,7 @@ def test_mistakes_are_one_line(
 
 def test_a_prompt_beyond_the_context_is_refused(store: Path) -> None:
     model = LoadedModel(Artifact(f"{store}/r/sft").part("model"), ChatOptions())
-    with pytest.raises(UserError, match=r"tokens': fills the context of \d+ tokens; shorten it"):
+    with pytest.raises(UserError, match=r"tokens': fills the context of [\d,]+ tokens; shorten it"):
         model.answer([{"role": "user", "content": "word " * 10_000}], lambda _: None)
 
 

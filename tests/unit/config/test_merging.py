@@ -45,12 +45,12 @@ def test_texts_and_headings_stand_for_sections_in_each_file(tmp_path: Path) -> N
 
 
 def test_patches_of_pods_merge_by_their_own_rules(tmp_path: Path) -> None:
+    platform = "cluster: {pod: {spec: {containers: [{name: main, stdin: true}, {name: wait, tty: true}]}}}\n"
     own = "cluster: {pod: {spec: {containers: [{name: main, tty: true}]}}}\n"
-    settings = configure(tmp_path, own, preset="quota")
-    patch = settings.cluster.build_spec_patch("cpu")
-    main, wait = patch["containers"]
-    assert main == {"name": "main", "resources": {"limits": {"cpu": "4"}}, "tty": True}
-    assert wait["name"] == "wait"
+    settings = configure(tmp_path, platform, own)
+    main, wait = settings.cluster.build_spec_patch("cpu")["containers"]
+    assert main == {"name": "main", "stdin": True, "tty": True}
+    assert wait == {"name": "wait", "tty": True}
 
 
 def test_a_patch_that_is_none_is_refused_in_each_file(tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ import errno
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
-import obstore
 import pytest
 
 from tests.certify.bucket import NAME, Plan, Served, serve
@@ -29,9 +27,7 @@ URL = f"s3://{NAME}/a"
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A bucket that is asked again at once, and three times."""
-    monkeypatch.setattr(
-        "obstore.store.from_url", partial(obstore.store.from_url, retry_config=AGAIN)
-    )
+    monkeypatch.setattr("tuneloop.core.store.build_retries", lambda: AGAIN)
     monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with serve() as served:

@@ -88,7 +88,7 @@ def test_a_journal_that_was_cut_off_is_not_one_whose_executor_was_killed(
         path.write_bytes(whole[:size])
         state = read(tmp_path)
         assert (state.workflow.phase, state.alive) == ("Succeeded", False)
-        assert f"its last {len(whole) - size} bytes are missing" in state.note
+        assert f"it lacks the last {len(whole) - size} byte" in state.note
         assert state.note in capsys.readouterr().err
     path.unlink()
     assert read(tmp_path).workflow.phase == "Succeeded"

@@ -4,13 +4,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import obstore
 import pytest
 import xxhash
 
@@ -205,9 +203,7 @@ def test_a_store_that_is_away_and_back_again_is_said_once_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Away as a whole, then for what is in its runs alone, of which there are two in two trackers."""
-    monkeypatch.setattr(
-        "obstore.store.from_url", partial(obstore.store.from_url, retry_config={"max_retries": 0})
-    )
+    monkeypatch.setattr("tuneloop.core.store.build_retries", lambda: {"max_retries": 0})
     for name in ("one", "two"):
         toy.make(f"{tmp_path}/store/{name}", 1, whole=False)
     files = {

@@ -118,7 +118,7 @@ def test_an_answer_that_contradicts_an_earlier_one_is_counted(
     prepare(tmp_path / "a", file, sft=0, source_args={"shuffle": False})
     dropped = Artifact(str(tmp_path / "a")).manifest.facts["dropped"]
     assert dropped == {"repeated": 1, "conflicting": 1}
-    assert "1 rows that have a prompt before them with another answer" in capsys.readouterr().err
+    assert "1 row with the prompt of an earlier row and another answer" in capsys.readouterr().err
 
 
 def test_held_out_rows_of_another_file_are_never_trained(tmp_path: Path) -> None:
