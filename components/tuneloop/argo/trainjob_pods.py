@@ -1,6 +1,7 @@
 """What a TrainJob says of its pods. They are its runtime's: an override reaches a part of them."""
 
 from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.workflow.pod_schema import list_deletions
 from tuneloop.workflow.pod_settings import MAIN, RESTRICTED_POD, fit_patch
 from tuneloop.workflow.settings import Cluster
 from tuneloop.workflow.strategic_merge import apply_patch
@@ -76,6 +77,9 @@ def _find_mounts(cluster: Cluster, containers: list[JsonObject]) -> list[JsonObj
     for container in containers:
         for name, value in container.items():
             if name == "volumeMounts":
+                path = f"spec.containers[{MAIN}].{name}"
+                for deleted_path, deleted in list_deletions(value, path):
+                    raise cluster.refuse_pod_setting("trainer", deleted_path, deleted, REMEDY)
                 mounts += value
             elif name not in ("name", "env", "resources"):
                 path = f"spec.containers[{MAIN}].{name}"

@@ -2,7 +2,6 @@
 `cluster.pod` says of it, as far as the platform spec has fields for it.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from kfp import dsl, kubernetes
@@ -12,7 +11,7 @@ from tuneloop.config.pipeline import Kfp
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.workflow.plan import PodResources
 from tuneloop.workflow.pod_hook import check_use
-from tuneloop.workflow.pod_schema import DIRECTIVE, RETAINED
+from tuneloop.workflow.pod_schema import list_deletions
 from tuneloop.workflow.pod_settings import MAIN, STORE, USER, fit_patch
 from tuneloop.workflow.settings import AUTO, SANDBOX, Cluster, ResourceRole
 
@@ -141,7 +140,7 @@ def _configure_custom_pod(task: dsl.PipelineTask, cluster: Cluster, role: Resour
         is_accelerated=role != "cpu"
     )
     for name, value in fit_patch(patch).items():
-        for path, deleted in _list_deletions(value, f"spec.{name}"):
+        for path, deleted in list_deletions(value, f"spec.{name}"):
             raise cluster.refuse_pod_setting(role, path, deleted, DELETES)
         if name == "containers":
             _configure_container(task, cluster, role, value)
@@ -156,22 +155,6 @@ def _configure_custom_pod(task: dsl.PipelineTask, cluster: Cluster, role: Resour
                 _add_toleration(task, toleration)
         else:
             raise cluster.refuse_pod_setting(role, f"spec.{name}", value, REMEDY)
-
-
-def _list_deletions(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each null and directive in a patch."""
-    if value is None:
-        yield path, value
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            if name in (DIRECTIVE, RETAINED):
-                yield f"{path}.{name}", inner
-            else:
-                yield from _list_deletions(inner, f"{path}.{name}")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            name = item.get("name", index) if isinstance(item, dict) else index
-            yield from _list_deletions(item, f"{path}[{name}]")
 
 
 def _configure_container(

@@ -143,3 +143,19 @@ def _check_list(value: Any, path: str, kind: str, field: str) -> Iterator[tuple[
                 continue
             name = item[merge_key]
         yield from _check_value(item, f"{path}[{name}]", kind, "")
+
+
+def list_deletions(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each null and directive in a patch."""
+    if value is None:
+        yield path, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            if name in (DIRECTIVE, RETAINED):
+                yield f"{path}.{name}", inner
+            else:
+                yield from list_deletions(inner, f"{path}.{name}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            name = item.get("name", index) if isinstance(item, dict) else index
+            yield from list_deletions(item, f"{path}[{name}]")

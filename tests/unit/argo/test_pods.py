@@ -199,6 +199,10 @@ def test_a_trainjob_has_what_it_can_override() -> None:
         ({"network": {"rdma": {"rdma/hca": 1}}}, "network"),
         ({"spec": {"hostNetwork": True}}, "spec.hostNetwork"),
         ({"spec": {"containers": [{"name": "main", "tty": True}]}}, "spec.containers[main].tty"),
+        (
+            {"spec": {"containers": [{"name": "main", "volumeMounts": None}]}},
+            "spec.containers[main].volumeMounts",
+        ),
     ],
 )
 def test_a_trainjob_refuses_the_rest_by_name(pod: JsonObject, path: str) -> None:
