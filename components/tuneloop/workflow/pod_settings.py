@@ -2,10 +2,6 @@
 
 Its `metadata` and `spec` are a strategic-merge patch of Kubernetes' PodTemplateSpec. The other
 settings are shortcuts for the commonest parts of such a patch.
-
-A further shortcut is a field of `PodSettings`, with a line in its `merge` and `build_spec_patch`; where
-it cannot be said, it is refused: `argo/trainjob_pods.py` and `kfp/task_pod.py` (`MISSING`).
-docs/pods.md lists them.
 """
 
 from __future__ import annotations
@@ -295,16 +291,28 @@ def _merge_texts(first: JsonMapping, second: JsonMapping | None) -> dict[str, st
     return merged
 
 
+def _find_deletions(spec: JsonMapping) -> Iterator[tuple[str, Any, str]]:
+    """Yield where a patch of a pod's spec deletes what a pod needs."""
+    for directive in (DIRECTIVE, RETAINED):
+        if directive in spec:
+            yield f"spec.{directive}", spec[directive], DELETES
+    for field in ("containers", "initContainers"):
+        if field in spec and spec[field] is None:
+            yield f"spec.{field}", None, DELETES
+        for container in spec.get(field) or []:
+            name = container.get("name")
+            is_own = name is None or name in (MAIN, *ARGO_CONTAINERS, *ARGO_INIT_CONTAINERS)
+            if is_own and container.get(DIRECTIVE) in ("delete", "replace"):
+                path = f"spec.{field}" if name is None else f"spec.{field}[{name}]"
+                yield f"{path}.{DIRECTIVE}", container[DIRECTIVE], DELETES
+
+
 def _find_spec_errors(spec: JsonMapping) -> Iterator[tuple[str, Any, str]]:
     """Yield what a patch of a pod's spec must not say, as tuneloop says it."""
     for name, remedy in OWN_FIELDS.items():
         if name in spec:
             yield f"spec.{name}", spec[name], remedy
-    for directive in (DIRECTIVE, RETAINED):
-        if directive in spec:
-            yield f"spec.{directive}", spec[directive], DELETES
-    for field in ("containers", "initContainers"):
-        yield from _find_deletions(spec, field)
+    yield from _find_deletions(spec)
     # The stage's program is what commits and retries: a patch must not replace it.
     for container in spec.get("containers") or []:
         name = container.get("name")
@@ -323,18 +331,6 @@ def _find_spec_errors(spec: JsonMapping) -> Iterator[tuple[str, Any, str]]:
         for variable in container.get("env") or []:
             if str(variable.get("name")).startswith(OWN_VARIABLES):
                 yield f"{path}.env[{variable['name']}]", variable, "is tuneloop's own: leave it out"
-
-
-def _find_deletions(spec: JsonMapping, field: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield what in a patch of a list of containers would delete those that a pod needs."""
-    if field in spec and spec[field] is None:
-        yield f"spec.{field}", None, DELETES
-    for container in spec.get(field) or []:
-        name = container.get("name")
-        is_own = name is None or name in (MAIN, *ARGO_CONTAINERS, *ARGO_INIT_CONTAINERS)
-        if is_own and container.get(DIRECTIVE) in ("delete", "replace"):
-            path = f"spec.{field}" if name is None else f"spec.{field}[{name}]"
-            yield f"{path}.{DIRECTIVE}", container[DIRECTIVE], DELETES
 
 
 def build_volume_source(source: str) -> JsonObject:

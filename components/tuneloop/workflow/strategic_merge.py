@@ -10,7 +10,7 @@ keys and types are those of `tuneloop.workflow.pod_schema`.
 """
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tuneloop.core.json_types import JsonMapping, JsonObject
@@ -151,31 +151,28 @@ def merge_patches(first: JsonMapping, second: JsonMapping, kind: str = "PodSpec"
     for name, value in second.items():
         if name in (DIRECTIVE, RETAINED):
             continue
+        field_type = find_type(kind, name)
+        merge_key = MERGE_KEYS.get(f"{kind}.{name}")
         # The first patch may also delete a field by not naming it among those that stay.
         is_deleted = name not in first.get(RETAINED, second)
-        if merged.get(name) is None and (name in merged or is_deleted):
-            merged[name] = _replace_value(value, MERGE_KEYS.get(f"{kind}.{name}"))
+        previous = merged.get(name)
+        if previous is None and (name in merged or is_deleted):
+            merged[name] = _replace_value(value, merge_key)
+        elif isinstance(previous, dict) and isinstance(value, dict):
+            merged[name] = merge_patches(previous, value, field_type)
+        elif isinstance(previous, list) and isinstance(value, list) and merge_key:
+            item_type = field_type.removeprefix("[]")
+            merged[name] = _merge_patch_lists(previous, value, merge_key, item_type)
         else:
-            merged[name] = _merge_field(merged.get(name), value, kind, name)
+            merged[name] = copy.deepcopy(value)
     if RETAINED in first or RETAINED in second:
         merged[RETAINED] = _merge_retained(first, second, merged)
     return merged
 
 
-def _merge_field(previous: Any, value: Any, kind: str, name: str) -> Any:
-    """Return what two patches make of the field `name` of a `kind`; `previous` is the first one's."""
-    field_type = find_type(kind, name)
-    merge_key = MERGE_KEYS.get(f"{kind}.{name}")
-    if isinstance(previous, dict) and isinstance(value, dict):
-        return merge_patches(previous, value, field_type)
-    if isinstance(previous, list) and isinstance(value, list) and merge_key:
-        return _merge_patch_lists(previous, value, merge_key, field_type.removeprefix("[]"))
-    return copy.deepcopy(value)
-
-
-def _merge_retained(first: JsonMapping, second: JsonMapping, merged: Collection[str]) -> list[str]:
-    """Return the fields that stay by two patches, of which one or both have ``$retainKeys``."""
-    # Kubernetes wants each field of the patch among those that stay.
+def _merge_retained(first: JsonMapping, second: JsonMapping, merged: JsonMapping) -> list[str]:
+    """Return the fields that stay where one of two patches names some, or both do."""
+    # Kubernetes wants each field of the patch among them.
     retained = list(merged)
     for name in first.get(RETAINED, second.get(RETAINED)):
         if name in second.get(RETAINED, first.get(RETAINED)) and name not in retained:
