@@ -207,7 +207,7 @@ def schedule_pipeline(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Run a pipeline at given times, always or if its data has changed.
+    """Run a pipeline at given times: always, or on new data.
 
     The same name again changes the schedule.
 

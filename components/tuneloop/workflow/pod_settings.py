@@ -2,6 +2,10 @@
 
 Its `metadata` and `spec` are a strategic-merge patch of Kubernetes' PodTemplateSpec. The other
 settings are shortcuts for the commonest parts of such a patch.
+
+A further shortcut is a field of `PodSettings`, with a line in its `merge` and `build_spec_patch`; where
+it cannot be said, it is refused: `argo/trainjob_pods.py` and `kfp/task_pod.py` (`MISSING`).
+docs/pods.md lists them.
 """
 
 from __future__ import annotations
