@@ -148,7 +148,7 @@ MISTAKES: dict[str, str] = {
     "generate toy --device gpu --prompt hi": "--device: 'gpu': has to be cpu, or cuda",
     "generate toy --max-tokens 0 --prompt hi": "--max-tokens",
     "generate toy --temperature -1 --prompt hi": "--temperature",
-    "generate toy --version 9 --prompt hi": "--version: 9: is not in toy; its newest are",
+    "generate toy --version 9 --prompt hi": "--version: 9: is not in toy, which has the versions",
     "report nope": "run: 'nope': not found below runs; known there: none",
     "report nope --store /no/such": "store: '/no/such': is not there",
     "report": "Missing argument",
