@@ -14,7 +14,6 @@ import yaml
 from kubernetes import client
 
 from tests.unit.planning.test_plan import PUBLISHED
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.cli import run_cli
 from tuneloop.cluster.launch import KINDS, Kind
 from tuneloop.cluster.pod_requests import compute_pod_requests
@@ -25,6 +24,7 @@ from tuneloop.extensions.gateway.sessions import SessionRequest
 from tuneloop.inference import sandbox_server
 from tuneloop.stages.deploy_model import deploy_model
 from tuneloop.workflow.manifest import labels_of
+from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 ROOT = Path(__file__).parents[2]

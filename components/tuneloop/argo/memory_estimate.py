@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.argo.training_memory import TRAINED_BYTES, WEIGHT_BYTES
 from tuneloop.config.model_facts import (
     Model,
@@ -30,6 +29,7 @@ from tuneloop.training.lora import Lora
 from tuneloop.training.options import GPU_LOGITS, LOGITS, TrainerOptions
 from tuneloop.workflow.plan import NATIVE, VLLM, PodPlan, RunPlan, ServerPlan, StagePlan
 from tuneloop.workflow.pod_hook import choose_memory_request
+from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import UNKNOWN, Cluster
 
 CPU_POOL = 1 << 30

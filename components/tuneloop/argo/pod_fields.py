@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
@@ -21,6 +20,7 @@ from tuneloop.workflow.pod_settings import (
     PodSettings,
     fit_patch,
 )
+from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import (
     AUTO,
     CLIENT_LABEL,

@@ -8,7 +8,6 @@ from typing import Any
 from tuneloop.argo.jobset import enable_shared_memory
 from tuneloop.argo.memory_estimate import plan_memory
 from tuneloop.argo.pod_fields import find_role, plan_resources
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.argo.tasks import RUN
 from tuneloop.config.engines import ServingEngine
 from tuneloop.config.loop import LoopPipelineConfig
@@ -18,6 +17,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.loop import Loop, StageSpec, Step
 from tuneloop.workflow.plan import LoopPlan, PodPlan, RunPlan, ServerPlan, StagePlan, StepPlan
+from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import Cluster, ResourceRole
 
 SERVER = "serve"

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.cluster.node_room import NodeRoom, find_node_rooms, pack_pods
 from tuneloop.cluster.pod_requests import Amounts, add_amounts, format_amount, read_amounts
 from tuneloop.cluster.pod_shapes import KINDS, ContainerLimits, PodShape, list_pod_shapes
@@ -17,6 +16,7 @@ from tuneloop.cluster.problems import ABSENT, UNSEEN, Problem, find_object
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.quantities import parse_resource_quantity
 
 PODS = "pods"
 """The key of a ResourceQuota that counts pods."""
@@ -36,10 +36,10 @@ def find_capacity_problems(cluster: Connection, workflow: JsonMapping) -> Iterat
     for shape in shapes:
         yield from _check_container_limits(cluster, limits, shape)
     completed = [limits.complete(shape) for shape in shapes]
+    peak = compute_peak(completed)
     for quota in _list_quotas(cluster):
         hard = _read_hard(quota)
         yield from _check_quota_coverage(cluster, quota, hard, completed)
-        peak = compute_peak(completed)
         for key, amount in peak.items():
             if key in hard and amount > hard[key]:
                 yield Problem(

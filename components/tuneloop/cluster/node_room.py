@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.cluster.pod_requests import Amounts, add_amounts
 from tuneloop.cluster.pod_shapes import PodShape
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import RUN_LABEL
 
 MANY_NODES = 50

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.argo_pod import list_pods
 from tuneloop.workflow.manifest import list_calls
+from tuneloop.workflow.quantities import parse_resource_quantity
 
 Amounts = dict[str, Decimal]
 """Resource name → amount, in cores, bytes or pieces."""

@@ -3,11 +3,10 @@ a namespace's LimitRanges add.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.cluster.pod_requests import (
     Amounts,
     count_servers,
@@ -16,6 +15,7 @@ from tuneloop.cluster.pod_requests import (
 )
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.argo_pod import list_pods
+from tuneloop.workflow.quantities import parse_resource_quantity
 
 KINDS = ("requests", "limits")
 
@@ -110,14 +110,10 @@ class ContainerLimits:
 
     def complete(self, shape: PodShape) -> PodShape:
         """Return the pod as the API server completes it."""
-        return PodShape(
-            template=shape.template,
+        return replace(
+            shape,
             containers=[self._complete(item) for item in shape.containers],
             init_containers=[self._complete(item) for item in shape.init_containers],
-            count=shape.count,
-            is_server=shape.is_server,
-            node_selector=shape.node_selector,
-            tolerations=shape.tolerations,
         )
 
     def _complete(self, container: JsonMapping) -> JsonObject:

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.cluster.kueue import (
     GROUP,
     KueueApi,
@@ -39,6 +38,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.manifest import parse_applied_object
+from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE, QUEUE_LABEL, SAMPLER_QUEUE
 
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.config.explicit_values import configure_values
 from tuneloop.config.followed import Followed, merge_followed
 from tuneloop.config.listing import Section, describe_settings
@@ -33,6 +32,7 @@ from tuneloop.kfp.stage import TARGET, URL, restore_integers
 from tuneloop.kfp.task_plan import TaskPlan, name_changes
 from tuneloop.runs.records import check_name
 from tuneloop.workflow.plan import PodPlan
+from tuneloop.workflow.quantities import parse_resource_quantity
 
 PIPELINE_MODULES = "tuneloop._pipelines."
 """Begins the names of modules that `config.loading` makes of pipelines."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from tuneloop.argo.memory_estimate import context_of, estimate_pod, model_of
 from tuneloop.argo.pod_fields import plan_resources
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.argo.run_plan import POD, plan_loop, plan_pod_stages, plan_server, plan_stage
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.model_facts import Model
@@ -20,6 +19,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.workflow.loop import Loop, StageSpec
 from tuneloop.workflow.plan import VLLM, PodPlan, PodResources, ServerPlan, StagePlan
+from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import Cluster, ResourceRole
 
 RUN = "@run@"

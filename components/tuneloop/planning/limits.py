@@ -12,7 +12,6 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from tuneloop.argo.memory_estimate import Part, compute_memory_request, estimate_memory_parts
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.config.followed import SECTION_SUFFIX
 from tuneloop.config.machine import Machine, describe_pods
 from tuneloop.config.model_facts import Model, ModelFacts
@@ -44,6 +43,7 @@ from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.sft import sft
 from tuneloop.training.delegation import CONVERSATION_CHOICES, explain_undelegated
 from tuneloop.workflow.plan import NATIVE, VLLM, PodPlan, ServerPlan, StagePlan, find_plan
+from tuneloop.workflow.quantities import parse_resource_quantity
 
 LARGEST_NODE = 8 << 40
 """Bytes of memory that no node has: a pod that needs more is never scheduled."""

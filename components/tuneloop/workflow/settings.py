@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.workflow.pod_settings import PodSettings
+from tuneloop.workflow.quantities import parse_resource_quantity
 
 RUN_LABEL = "tuneloop.dev/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -74,11 +75,6 @@ Grace = Annotated[
 ]
 
 
-def _count_cores(quantity: str) -> float:
-    """Return the cores of a quantity of CPU, such as ``500m``."""
-    return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
-
-
 class Toleration(BaseModel, frozen=True, extra="forbid"):
     """A toleration of a node's taint, with the fields of Kubernetes."""
 
@@ -131,7 +127,9 @@ class Resources(BaseModel, frozen=True, extra="forbid", coerce_numbers_to_str=Tr
     @model_validator(mode="after")
     def _check_cpu(self) -> Resources:
         """Refuse a limit below the request, as Kubernetes does."""
-        if self.cpu_limit and _count_cores(self.cpu_limit) < _count_cores(self.cpu):
+        if not self.cpu_limit:
+            return self
+        if parse_resource_quantity(self.cpu_limit) < parse_resource_quantity(self.cpu):
             raise ValueError(f"cpu_limit {self.cpu_limit} is below cpu {self.cpu}: raise it")
         return self
 
@@ -140,7 +138,7 @@ class Resources(BaseModel, frozen=True, extra="forbid", coerce_numbers_to_str=Tr
         # A limit slows a pod whose node has CPU to spare, so there is none unless somebody wants it.
         if self.cpu_limit or not is_required:
             return self.cpu_limit or None
-        return max(self.cpu, LIMIT_CPU, key=_count_cores)
+        return max(self.cpu, LIMIT_CPU, key=parse_resource_quantity)
 
     @property
     def memory_request(self) -> str:

@@ -9,9 +9,9 @@ import yaml
 from kubernetes.utils import parse_quantity
 
 from tests.unit.planning.test_plan import PUBLISHED
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
+from tuneloop.workflow.quantities import parse_resource_quantity
 
 GIB = 2**30
 

@@ -12,7 +12,6 @@ host memory for weights and Adam's two moments.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tuneloop.argo.quantities import parse_resource_quantity
 from tuneloop.argo.training_memory import compute_trainer_memory
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
@@ -20,6 +19,7 @@ from tuneloop.core.wording import format_count
 from tuneloop.extensions.sharing.claims import share_of
 from tuneloop.extensions.sharing.settings import Share
 from tuneloop.workflow.manifest import labels_of, list_calls
+from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL
 
 

@@ -372,19 +372,9 @@ class Vllm:
         prompt_logprobs: bool = False,
         stream: bool = False,
     ) -> None:
-        """Queue one completion.
+        """Queue one completion, as `ServedEngine.submit` describes.
 
-        Args:
-            key: the caller's name of it.
-            prompt_ids: of the prompt.
-            seed: of its random stream.
-            sampling: of the completion.
-            prompt_logprobs: score the prompt, too, from the weights, never from the prefix cache.
-            stream: yield tokens as they are made.
-
-        Raises:
-            ValueError: vLLM refuses it (too long), the prompt is empty, or an id is not in the
-                vocabulary.
+        A prompt is scored from the weights, never from the prefix cache.
         """
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
