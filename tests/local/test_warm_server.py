@@ -37,10 +37,11 @@ def test_a_server_is_a_fork_with_vllm_imported_that_looks_at_no_model_in_a_fresh
             args,
         ]
         server = launcher.start(command, environment, tmp_path, log, log, patient=True)
-        assert launcher._warm["server"].failure is None
+        warm = launcher._servers_by_kind["server"]
+        assert warm.failure is None
         until(lambda: server.ended.is_set() or answers(port))
         assert not server.ended.is_set(), log.read_text()
-        assert server in launcher._warm["server"]._processes.values()
+        assert server in warm._processes.values()
         assert not list(
             (tmp_path / "cache").rglob("*.json")
         )  # where vLLM notes what such a process found
