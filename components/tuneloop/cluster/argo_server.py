@@ -2,6 +2,12 @@
 
 It is for those who have the server's address and no kubeconfig. `tuneloop submit --server URL` uses
 it. ``ARGO_TOKEN`` and ``ARGO_INSECURE_SKIP_VERIFY`` are those of the argo command line.
+
+It is a second way beside `cluster/submission.py: Submission.create`, with fewer steps: the cluster
+is not checked, and the Secret with the token of the rollout servers (`cluster/submit.py:
+_create_token`) is not made, so that they ask for no token. A step that is added there is missing
+here until `cli/cluster.py: _submit_to_server` or this file has it, too. It is tested on a cluster
+alone: `tests/cluster/test_server.py`.
 """
 
 import os

@@ -6,6 +6,9 @@ window. Between 0 and 1 it is KEDA's activation (keda.sh, "Scaling Deployments")
 the n that minimizes the device time of an iteration, ``(weight + n) × (W / n + U)``:
 ``sqrt(weight × W / U)``. The trainer idles for the W / n seconds of sampling, and the n replicas
 for the other U seconds. Neither W nor U depends on n, so the bound is stable.
+
+`cluster/autoscaler.py: scale_fleet` asks it and scales. A run and its fleet are simulated
+in `tests/unit/cluster/fleet_simulation.py`.
 """
 
 import math
@@ -36,6 +39,10 @@ class AutoscalingRule:
             samplers idle in an iteration.
         weight: devices of the trainer for each device of a replica.
         tolerance: relative deviation from the target, and from a whole replica, that is ignored.
+
+    `cli/fleet.py: autoscale_fleet` gives the first five by position, from options that have
+    defaults of their own: a field that is added comes after these, and does not change what the
+    command does until it is an option there.
     """
 
     minimum: int

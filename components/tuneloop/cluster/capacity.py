@@ -3,6 +3,10 @@ room on the nodes.
 
 Kueue's quota is checked in `tuneloop.cluster.queue_problems`. What is never possible is a problem.
 What may have to wait, or what several runs can lock, is a warning: the cluster may grow.
+
+Problems and warnings have two callers each: `find_capacity_problems` is an entry of
+`cluster/preflight.py: CHECKS`; `find_capacity_warnings` is called by `cluster/submission.py:
+Submission.check` and `cluster/doctor.py: check_argo_capacity`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +25,15 @@ from tuneloop.workflow.quantities import parse_resource_quantity
 PODS = "pods"
 """The key of a ResourceQuota that counts pods."""
 FEW_RUNS = 4
-"""A lock of so many runs with servers is warned of: more of one kind at a time are rare."""
+"""A lock is warned of where the servers and a stage of fewer runs than this fit at a time: so many
+runs of one kind with servers at a time are rare."""
+# The parts of the messages about nodes.
 NO_AUTOSCALER = "unless the cluster adds nodes by itself,"
 SHOW_NODES = "kubectl describe nodes"
 LOWER = " shows what they hold; lower cluster.ROLE.cpu or cluster.ROLE.memory, or add a node"
 SCOPES = {"NotTerminating", "NotBestEffort"}
-"""The scopes of a ResourceQuota that hold for all pods of a run."""
+"""The scopes of a ResourceQuota that hold for all pods of a run. A quota with any other scope is not
+looked at."""
 
 
 def find_capacity_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
@@ -114,7 +121,10 @@ def _read_hard(quota: Any) -> Amounts:
 
 
 def _read_amounts(quantities: Mapping[str, str]) -> Amounts:
-    """Read quantities of a ResourceQuota, under the key that `compute_peak` has for each."""
+    """Read quantities of a ResourceQuota, under the key that `compute_peak` has for each.
+
+    Keys that no pod counts on, such as ``services`` or ``persistentvolumeclaims``, are left out.
+    """
     amounts: Amounts = {}
     for key, quantity in quantities.items():
         # A name alone means requests.

@@ -6,8 +6,12 @@
 On a cluster this last step of a workflow creates a copy of the workflow with the next number, which
 starts at another template with these arguments. As the copy exists before this workflow ends, an
 active run never looks finished. A retry finds an existing copy. On one machine it only writes the
-template and the arguments that follow into an output parameter (`NEXT`), which `execute_parts` of
-`local/` reads.
+template and the arguments that follow into an output parameter (`NEXT`), which `local/executor.py:
+execute_parts` reads.
+
+`argo/loop.py: build_continue_template` renders the step, with the flags of `main` and the account
+``tuneloop-continue``: each further right that is needed here stands in
+``manifests/namespaced/accounts.yaml``. `planning/counts.py` finds the step by this module's name.
 """
 
 import argparse
@@ -80,7 +84,8 @@ def build_next_workflow(
 ) -> JsonObject:
     """Build the workflow that continues where `workflow` ends.
 
-    It has another entrypoint and other arguments.
+    It has another entrypoint and other arguments. All labels and annotations but Argo's own are
+    kept, such as those of the run, of its schedule, and the plan (`workflow/plan.py: PLAN`).
     """
     previous = workflow["metadata"]
     metadata: JsonObject = {}

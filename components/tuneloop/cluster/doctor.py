@@ -1,7 +1,10 @@
 """Check a cluster before anything is submitted, and find the commands that fix each problem.
 
 Nothing is changed there. `preflight` finds what `tuneloop submit` refuses; Kubeflow Pipelines' own
-checks are in `tuneloop.kfp.doctor`.
+checks are in `tuneloop.kfp.doctor`, which calls some of the functions here.
+
+`cli/doctor.py` prints the checks. The fields of `Check` and the four outcomes are the JSON of
+``doctor --json``, which docs/commands.md promises to programs.
 """
 
 import json
@@ -37,11 +40,13 @@ CONTROLLER = "workflow-controller"
 SETTINGS = "workflow-controller-configmap"
 """Argo's Deployment and its ConfigMap, as its manifests and KFP's name them."""
 ARGO = (3, 7)
-"""The oldest release of Argo Workflows that was tried."""
+"""The oldest release of Argo Workflows that was tried. The local executor follows the semantics of
+this one (`local/graph.py`, `local/retries.py`)."""
 INSTALL_ARGO = (
     "kubectl apply --server-side -n argo -f "
     "https://github.com/argoproj/argo-workflows/releases/download/v3.7.6/install.yaml"
 )
+"""``manifests/third-party/README.md`` has the same command with the same release."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ def check_argo(cluster: Connection, workflow: JsonMapping, store: str | None = N
     queues = ", ".join(list_queues(workflow))
     references = sorted(set(preflight.list_references(workflow["spec"])))
     # Subject → what is printed if nothing is refused. An empty text is not printed: the workflow
-    # does not need that.
+    # does not need that. Each subject of `preflight.REQUIRED` has to be here. One of
+    # `preflight.CHECKS` that is not here prints nothing if nothing is refused.
     descriptions = {
         "namespace": f"{cluster.namespace} of context {cluster.context}",
         "Argo Workflows": "its API is there",
@@ -113,6 +119,9 @@ def check_argo(cluster: Connection, workflow: JsonMapping, store: str | None = N
 def describe_queued_stage() -> JsonObject:
     """Describe a workflow with a stage of each role and the default settings, which needs nothing
     but its queue.
+
+    It has no containers and no plan (`workflow/plan.py: find_plan`), and every check gets it where
+    no pipeline is named.
     """
     stages: list[JsonObject] = []
     for role in ROLES:

@@ -1,4 +1,13 @@
-"""Compare the objects on a cluster with what would be rendered now."""
+"""Compare the objects on a cluster with what would be rendered now.
+
+`tuneloop diff` (`cli/cluster.py: diff_pipeline`) prints the difference. What `submit` or `schedule`
+adds to the rendered workflow has to be added here, too, else it is a difference of every object.
+`_prepare_like` repeats the run, the store and the namespace. Three things are not repeated, and so
+are shown as differences: a class of ``--priority``, the exit handler of a Dynamo graph
+(`cluster/graph_end.py`), and the parameter of a line (`cluster/schedule.py: take_base_model`).
+
+It is tested on a cluster alone: `tests/cluster/test_continue.py`.
+"""
 
 import difflib
 from collections.abc import Mapping

@@ -61,6 +61,14 @@ KINDS = {
     # The label of the pod that submits.
     "RayJob": Kind(RAYJOBS, "batch.kubernetes.io/job-name"),
 }
+"""Kind of a manifest → how its jobs are created, followed and ended. `cluster/submit.py: stop_run`
+deletes the jobs of all these kinds.
+
+A kind that is added needs its words for success and failure in `read_success`, the reason why it
+does not run yet in `cluster/waiting.py: explain_waiting`, and rights in
+``manifests/admin/namespace/rights.yaml`` (of the launcher, and of people who stop a run), which
+`tests/unit/test_manifests.py` checks.
+"""
 
 
 def read_success(status: JsonMapping) -> bool | None:
@@ -264,7 +272,10 @@ def _choose_code(pods: Sequence[Any], status: JsonMapping) -> int:
 
 @report_errors
 def main(argv: Sequence[str]) -> int:
-    """Launch the job of a YAML file (``-``: standard input)."""
+    """Launch the job of a YAML file (``-``: standard input).
+
+    `kfp/launch.py` and `kfp/stage.py` call it with flags. ``--help`` prints the module's docstring.
+    """
     import yaml
 
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.launch", description=__doc__)

@@ -1,4 +1,10 @@
-"""The room that nodes have for pods of runs."""
+"""The room that nodes have for pods of runs.
+
+A pod goes where its requests, node selector and tolerations allow it. Its affinity, topology and
+host ports are not looked at: a field has to be in `PodShape` (`cluster/pod_shapes.py:
+list_pod_shapes`) before it can count here. `cluster/capacity.py` warns by it; tests are in
+`tests/unit/cluster/test_capacity.py`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,8 @@
-"""What the pods of a workflow request, and how many servers it has at a time."""
+"""What the pods of a workflow request, and how many servers it has at a time.
+
+Which pods a template has is read by `workflow/argo_pod.py: list_pods`: of jobs it knows the JobSet
+alone. Tests: `tests/unit/argo/test_pods.py` and `test_jobset.py`.
+"""
 
 import re
 from collections import Counter
@@ -89,7 +93,8 @@ def read_amounts(container: JsonMapping, kind: str) -> Amounts:
         if "{{" not in str(quantity):
             amounts[resource] = parse_resource_quantity(quantity)
         else:
-            # An expression chooses between texts: a retry may have the largest.
+            # An expression chooses between texts: a retry may have the largest. It is that of
+            # ``memory_on_retry`` in `argo/pod_fields.py`; only quantities without a point are found.
             choices = re.findall(r"'(\d\w*)'", str(quantity))
             if choices:
                 amounts[resource] = max(parse_resource_quantity(choice) for choice in choices)

@@ -1,5 +1,8 @@
 """The pods of a workflow as the API server will see them: all containers, with Argo's own, and what
 a namespace's LimitRanges add.
+
+`cluster/capacity.py` and `cluster/node_room.py` go by it. Tests:
+`tests/unit/cluster/test_capacity.py`, `tests/extensions/sharing/test_claims.py`.
 """
 
 from collections.abc import Sequence
@@ -84,6 +87,8 @@ def list_pod_shapes(workflow: JsonMapping) -> list[PodShape]:
 @dataclass
 class ContainerLimits:
     """What the LimitRanges of a namespace say about a container.
+
+    Their minima, ratios, and limits of a whole pod are not read.
 
     Attributes:
         name: of the LimitRange, or of several.

@@ -3,6 +3,9 @@ remedy.
 
 An object that the account may not read (403) counts as present, since the workflow runs with
 another account.
+
+`check_cluster` runs the checks before a submission and before a schedule; `cluster/doctor.py:
+check_argo` runs the same ones, one by one.
 """
 
 import json
@@ -174,7 +177,8 @@ def _find_missing_references(cluster: Connection, workflow: JsonMapping) -> Iter
 def list_references(value: Any) -> Iterator[tuple[str, str]]:
     """Yield (kind, name) of every reference below `value` that is not optional.
 
-    The kinds are ``secret``, ``config map``, ``claim`` and ``service account``.
+    The kinds are ``secret``, ``config map``, ``claim`` and ``service account``: those that
+    `_find_missing_references` has a read for. Any other kind raises KeyError there.
     """
     if isinstance(value, list):
         for item in value:
@@ -259,7 +263,9 @@ def _find_image_problems(cluster: Connection, workflow: JsonMapping) -> Iterator
 
 
 def list_images(workflow: JsonMapping) -> list[str]:
-    """List the images of a workflow's templates."""
+    """List the images of a workflow's templates, without those of sidecars, of containers that run
+    before, and of the pods of jobs. `kfp/doctor.py` lists those of a compiled pipeline by it.
+    """
     images: set[str] = set()
     for template in workflow["spec"]["templates"]:
         container = template.get("container") or template.get("script") or {}
@@ -328,8 +334,8 @@ REQUIRED: Mapping[str, Find] = {
     "namespace": _find_namespace_problems,
     "Argo Workflows": _find_missing_kinds,
 }
-"""Subject → the function that finds its problems; the first ones must pass before the others can be
-checked.
+"""Subject → the function that finds its problems; these must pass before those of `CHECKS` can be
+checked. `cluster/doctor.py: check_argo` needs a description for each subject here.
 """
 CHECKS: Mapping[str, Find] = {
     "rights": _find_missing_rights,
@@ -341,3 +347,7 @@ CHECKS: Mapping[str, Find] = {
     "resizes": _find_resize_problems,
     "store": _find_store_problems,
 }
+"""Subject → the function that finds its problems, in the order in which they are told: `submit`
+raises the first one. `doctor` runs them, too: it replaces those of four subjects by functions that
+also warn (`cluster/doctor.py: check_argo`), and may give a workflow without containers and plan.
+"""

@@ -11,7 +11,7 @@ from tuneloop.kube.connection import ApiRefusal
 
 INSTALL = "manifests/third-party/README.md says how to install it"
 NAMESPACES = {"local": "tuneloop", "kfp": "kubeflow"}
-"""Folder of ``manifests/overlays`` → the namespace of its objects."""
+"""Folder of ``manifests/overlays`` → the namespace of its objects. `NAMESPACED` has the same keys."""
 NAMESPACED = {
     "local": "resources: [../../namespaced]\\ncomponents: [../../components/s3]\\n",
     "kfp": "resources: [../kfp]\\n",
@@ -20,11 +20,14 @@ NAMESPACED = {
 ADMIN = "ask an admin of the cluster (docs/cluster.md, What an admin gives once)"
 """A remedy that the admin of a namespace has no right to."""
 DENIED = re.compile(r'cannot (\w+) resource "([^"]+)"')
+"""Finds verb and resource in the API server's message of a status of 403."""
 # Of one task or thread: two checks at once do not share their list.
 _denied_reads: ContextVar[list[str] | None] = ContextVar("denied_reads", default=None)
 
 ABSENT = "absent"
 UNSEEN = "not for this account to see"
+"""What `find_object` returns in place of an object. Both are texts, and so true: a caller compares its
+result with both before it uses it."""
 
 
 def apply_manifests(namespace: str, overlay: str = "local") -> str:
@@ -59,7 +62,8 @@ class Problem(UserError):
         command: the command, or sentence, that fixes it.
 
     The line is ``{finding}; {command}{otherwise}``: `otherwise` is a second remedy, which begins with
-    a comma or a blank.
+    a comma or a blank. `doctor` prints `found` and `command` by themselves, without `otherwise`. The
+    remedy of any other UserError it splits at the last semicolon (`cluster/doctor.py: _refuse`).
     """
 
     def __init__(

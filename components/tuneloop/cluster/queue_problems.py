@@ -1,5 +1,9 @@
 """Find queues that would never admit a workflow's requests: Kueue leaves its pods waiting, and
 reports nothing.
+
+`find_queue_problems` is an entry of `cluster/preflight.py: CHECKS`, and is called by `kfp/doctor.py`;
+`find_queue_warnings` is called by `cluster/submission.py: Submission.check` and `cluster/doctor.py:
+check_argo_queue`. ResourceQuotas and nodes are checked in `cluster/capacity.py`.
 """
 
 import json

@@ -13,6 +13,11 @@ of steps may run concurrently.
 A run holds a reservation, not a workflow: the next workflow of a long run has it as soon as it
 exists. Each step also releases reservations of terminated or deleted workflows, and deletes claims
 without any. The exit handler ``end-graph`` always ends the Dynamo graph of a run.
+
+The flags of `main` are rendered by `extensions/sharing/claim_steps.py` and `cluster/graph_end.py`,
+with the accounts ``tuneloop-claims`` and ``tuneloop-graphs``: a further right that is needed here
+stands in ``manifests/namespaced/accounts.yaml`` or ``manifests/admin/namespace/rights.yaml``.
+`planning/counts.py` finds the steps by this module's name.
 """
 
 import argparse
@@ -106,7 +111,11 @@ def reserve_claim(
 
 
 def _check_devices(claim: JsonMapping, share: ClaimRequest) -> None:
-    """Raise UserError if a claim of the group is not for the devices of `share`."""
+    """Raise UserError if a claim of the group is not for the devices of `share`.
+
+    What the API server adds to a claim has to be taken off before they are compared: a field that
+    is added to `_describe_devices` may bring another default with it.
+    """
     expected = _build_claim("", share, "")
     # A template has the spec of its claims in its own.
     spec = claim["spec"].get("spec", claim["spec"])

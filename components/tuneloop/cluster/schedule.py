@@ -11,6 +11,11 @@ active, however many workflows it consists of.
 A schedule may be a line, whose runs go on from one another: before a run starts, the result of the
 last one is promoted under the schedule's name if it is good enough (`tuneloop.runs.promotions`),
 and the new run begins with what was promoted last.
+
+`_build_start` renders the last step of a check: its flags are parsed by `main`, and its account
+``tuneloop-continue`` has the rights of ``manifests/namespaced/accounts.yaml``. Schedules of Kubeflow
+Pipelines have a program of their own, which repeats the rule of `start_scheduled_run`
+(`kfp/schedule.py`, `kfp/check_data.py`). What is created is in `tests/golden/schedules`.
 """
 
 import argparse
@@ -53,9 +58,10 @@ KEPT = 10
 BASE = "base-model"
 """The parameter of the workflows of a line: the base model of the run."""
 TIME = "%Y%m%d-%H%M"
-"""The form of the time in the name of a run."""
+"""The form of the time in the name of a run. It must not have `DIGITS` characters (`is_digest`)."""
 LONGEST_TIMED = 26
-"""The maximum length of the name of a schedule whose runs have the time in theirs."""
+"""The maximum length of the name of a schedule whose runs have the time in theirs: the 40 characters
+of a run's name (`runs/records.py: NAME`), without the 13 of `TIME` and a dash."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,7 @@ def apply_schedule(
 
 def template_spec(workflow: JsonMapping, name: str) -> JsonObject:
     """Build the spec of the WorkflowTemplate of schedule `name`."""
+    # `cluster/drift.py: template_drift` builds the same spec to compare it with the live one.
     spec: JsonObject = as_template(workflow, name)["spec"]
     # The newest run that succeeded records that its data is finished.
     spec.get("ttlStrategy", {}).pop("secondsAfterSuccess", None)
@@ -147,7 +154,8 @@ def template_spec(workflow: JsonMapping, name: str) -> JsonObject:
 
 def take_base_model(spec: JsonObject, name: str) -> None:
     """Let the stage `base_model` of a WorkflowTemplate's spec take its model from a parameter, whose
-    default is the one that was rendered.
+    default is the one that was rendered. The stage is found by its module in the command, and the
+    model by the flag ``--model``.
 
     Raises:
         UserError: the pipeline has no such stage.
@@ -186,6 +194,8 @@ def list_schedules(cluster: Connection) -> list[JsonObject]:
     Returns:
         Their `name`, `cron`, `last` scheduled time, and `looks` (checks), newest first; `message`
         says why the controller starts none. It does not record a time that it skips during a check.
+        These are the keys of ``cluster schedules --json`` (docs/commands.md), and so are those of a
+        check (`_read_check`).
     """
     # Checks have the label of their schedule, and unlike runs, none of a run.
     checks = cluster.list(*WORKFLOWS, selector=f"{LABEL},!{RUN_LABEL}")
@@ -245,6 +255,9 @@ def _find_object(cluster: Connection, kind: str, name: str) -> JsonObject | None
 def build_check_spec(workflow: JsonMapping, name: str, trigger: Trigger = Trigger()) -> JsonObject:
     """Build the spec of the workflow that starts runs of `workflow`, after a check for new data if
     the data decides.
+
+    It is the spec of `workflow` with other templates: whatever else a run has, such as locks and
+    volumes, a check has, too, unless it is taken out here.
 
     Raises:
         UserError: the pipeline has no stage `data_prep`.

@@ -1,4 +1,9 @@
-"""The rollout servers of a rendered workflow as a Deployment and a Service, which outlive runs."""
+"""The rollout servers of a rendered workflow as a Deployment and a Service, which outlive runs.
+
+`tuneloop render --servers` prints them (`cli/author.py`). Of the server's template only what is
+copied here reaches the Deployment: the fields in `FIELDS`, the volumes, and the one container
+without its sidecars. Tests: `tests/unit/argo/test_pods.py`, `tests/golden/test_golden.py`.
+"""
 
 import json
 from typing import Any
@@ -22,7 +27,9 @@ FIELDS = (
     "nodeSelector",
     "tolerations",
 )
-"""The fields of a workflow or template that a pod has, too, under the same name."""
+"""The fields of a workflow or template that a pod has, too, under the same name. A field that
+`argo/pod_fields.py` comes to set is left out of the Deployment unless it is named here, or is part
+of the patch of the settings."""
 
 
 def render_servers(workflow: JsonMapping, name: str, config: Any) -> list[JsonObject]:
@@ -97,7 +104,11 @@ def _find_server(workflow: JsonMapping, name: str) -> JsonObject:
 
 
 def _read_constant_flags(template: JsonMapping) -> dict[str, str]:
-    """Read the flags of a container; without those whose value is known only in a run."""
+    """Read the flags of a container; without those whose value is known only in a run.
+
+    Every flag has one value (`core/program.py: encode_flags`): a flag without one would shift the
+    pairs after it.
+    """
     words = template["container"]["args"]
     return {flag: value for flag, value in zip(words[::2], words[1::2]) if "{{" not in value}
 

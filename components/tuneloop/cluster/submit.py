@@ -48,7 +48,8 @@ from tuneloop.workflow.plan import StagePlan, find_plan
 from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL, TOKEN_KEY, TOKEN_SECRET
 
 FORGOTTEN_S = 900.0
-"""Seconds after which Argo's controller has deleted a successful pod (`DELETE_DELAY`).
+"""Seconds after which Argo's controller has deleted a successful pod. They are more than the 600 of
+`DELETE_DELAY`, with which the workflow was rendered.
 
 It has not if it restarted after the workflow's end: its queue of deletions is only in memory, and
 it does not process ended workflows again.
@@ -103,7 +104,8 @@ def check_resubmission(workflow: JsonMapping, earlier: Sequence[JsonMapping], ru
     If the run failed before its loop made a version, its settings may be corrected, as with
     `tuneloop run`: stages refuse settings that differ from their committed outputs. The pods'
     requests, and settings that no stage compares with its output (addresses, timeouts), may always
-    change.
+    change. Sweeps call it before they submit (`extensions/sweep/runs.py`). For a run of this machine
+    `runs/resumption.py: find_changed_settings` has the same rule: both change together.
 
     Raises:
         UserError: the run has another pipeline or store, or is past that and has other settings.
@@ -137,6 +139,9 @@ def check_resubmission(workflow: JsonMapping, earlier: Sequence[JsonMapping], ru
 def _read_settings(workflow: JsonMapping) -> JsonObject:
     """Read the settings that affect a run's results: its pipeline, its parameters, and those of
     each stage.
+
+    Parameters of the workflow and stages are keys of one mapping: a stage must not have the name of
+    a parameter.
     """
     spec = effective_spec(workflow)
     settings: JsonObject = {}
@@ -251,7 +256,8 @@ def _create_token(cluster: Connection, workflow: JsonMapping) -> None:
 def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     """Stop a run: its stages commit their resume points, and all that it holds is released.
 
-    These are its jobs, pods, graphs, reservations and leases.
+    These are its jobs, pods, graphs, reservations and leases. A stopped workflow runs no exit handler,
+    so whatever else a run comes to hold has to be released here, too.
 
     Args:
         cluster: where the run is.
@@ -374,6 +380,8 @@ def wait_for_run(cluster: Connection, run: str) -> int:
 def exit_code(workflow: JsonMapping) -> int:
     """Return the exit code of `submit --wait`: 0 if a workflow succeeded; 2, 3 or 75 if a stage
     ended so; 75 if somebody stopped it; else 1.
+
+    That of `tuneloop run` is `local/journal.py: outcome_code`.
     """
     if get_workflow_phase(workflow) == "Succeeded":
         return 0

@@ -35,6 +35,9 @@ from tuneloop.workflow.settings import RUN_LABEL
 class Status:
     """A run at one moment.
 
+    All fields but `nodes` are keys of ``cluster status --json`` (docs/commands.md; `cli/cluster.py:
+    show_status`). `ui/describe.py: describe_state` takes some of them for the page.
+
     Attributes:
         phase: of the newest workflow: ``Pending Running Succeeded Failed Error``.
         waiting: node, or stage of several pods → why its pod does not run yet.
@@ -116,7 +119,11 @@ def read_nodes(workflow: JsonMapping) -> dict[str, Node]:
 
 
 def _read_node(item: JsonMapping) -> Node:
-    """Read a node as the controller writes it."""
+    """Read a node as the controller writes it.
+
+    Nodes of a run on this machine are made by `local/execution.py: Execution.create_node`: a field
+    that is added to `Node` has its default on a cluster until it is read here.
+    """
     outputs = item.get("outputs", {})
     exit_code = outputs.get("exitCode")
     return Node(
@@ -327,7 +334,7 @@ def _list_started_pods(cluster: Connection, run: str) -> list[Any]:
 
 
 def _drain(lines: SimpleQueue[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield the lines that were read, without those of Argo's executor."""
+    """Yield the lines that were read, without those that Argo's executor adds to a pod's log."""
     while not lines.empty():
         name, line = lines.get()
         if " argo=true" not in line and not re.fullmatch(r"Error: exit status \d+", line):

@@ -24,9 +24,10 @@ from tuneloop.workflow.expression_values import format_value
 
 OnNode = Callable[[Node], None]
 """Called with a copy of a node whenever it changes, one call at a time, in the order of
-``nodes.jsonl``."""
+``nodes.jsonl``. `tuneloop run` gives `cli/live.py: Display.node`."""
 OnLog = Callable[[Node, str], None]
-"""Called with each line (without its end) that a pod writes, one call at a time."""
+"""Called with each line (without its end) that a pod writes, one call at a time. `tuneloop run` gives
+`cli/live.py: Display.log`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +140,10 @@ class Execution:
         self.record(node)
 
     def settle(self, node: Node, result: Result) -> None:
-        """Record the result of a node; a daemon that is ready keeps running."""
+        """Record the result of a node; a daemon that is ready keeps running.
+
+        Of a `Result` only what is copied here is written to the journal.
+        """
         node.outputs = result.parameters
         node.exit_code = result.exit_code
         if node.phase in DONE:
@@ -311,7 +315,11 @@ def _build_workflow_tags(
     workdir: Path,
     parameters: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the tags ``workflow.…``, but for those that change while it runs."""
+    """Return the tags ``workflow.…``, but for those that change while it runs.
+
+    A tag that is neither here nor in `Execution.build_scope` ends the node whose template has it
+    with an error.
+    """
     pairs = [{"name": key, "value": value} for key, value in parameters.items()]
     tags = {
         "workflow.name": name,

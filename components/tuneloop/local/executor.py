@@ -3,10 +3,13 @@
 Each pod is a process group. The workflows of a run of several (`execute_parts`) share a work
 directory, which `tuneloop.local.journal` describes.
 
-`tuneloop run`, `resume` and `fork` call `execute_parts` in their own process (`cli/execute.py`);
-tests and `tuneloop` itself have no other way to run a workflow here. The modules below it: `graph`
-(tasks), `retries` (attempts), `pod` (one container), `processes` (its process), `journal` (what
-others read), `execution` (the run as a whole: once it is being stopped, nothing is started).
+`tuneloop run`, `demo`, `resume` and `fork` call `execute_parts` in their own process
+(`cli/execute.py: Executor.execute`); most tests call `execute_workflow`. The modules below it:
+`graph` (tasks), `retries` (attempts), `pod` (one container), `processes` (its process), `journal`
+(what others read), `execution` (the run as a whole: once it is being stopped, nothing is started).
+
+A field of a Workflow that is read anywhere in `local/` has to be allowed in
+``workflow/local_fields.yaml``, else `workflow/manifest.py: check_workflow` refuses it first.
 """
 
 import json
@@ -42,7 +45,7 @@ from tuneloop.workflow.settings import LOCAL, NEXT
 
 @dataclass
 class Outcome:
-    """How a run ended.
+    """How a run ended, or with `execute_parts` its last workflow.
 
     Attributes:
         phase: ``Succeeded``, ``Failed`` or ``Error``.
@@ -133,6 +136,11 @@ def execute_parts(
     Each has the name that it would have on a cluster; `tuneloop.local.journal.read_state` shows all
     of them as one run. A resumed run starts at the workflow that did not succeed. Raises UserError
     as `execute_workflow`.
+
+    Args:
+        workflow, workdir, arguments: as `execute_workflow` takes them.
+        options: its other arguments, except for `entrypoint` and `env`, which are set here: the
+            environment has `LOCAL`, by which steps that talk to a cluster know to leave it alone.
     """
     # A resumed run has the continuations of its earlier workflows in the journal.
     state = read_state(workdir)

@@ -5,7 +5,10 @@ The semantics are those of the Argo controller 3.7
 is bounded by the number of pods that may run at a time.
 
 `tests/unit/local/parity` has workflows with the controller's own answers: a change of semantics is
-compared with these.
+compared with these (`tests/unit/local/test_parity.py`).
+
+Which fields a template may have is in ``workflow/local_fields.yaml``; expressions are evaluated in
+`workflow/expressions.py`, and ``depends`` is parsed by `workflow/manifest.py: parse_depends`.
 """
 
 import threading
@@ -292,7 +295,10 @@ def _start_thread(work: Callable[..., None], *arguments: object) -> threading.Th
 
 
 def build_dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Scope:
-    """Return the names that a ``depends`` condition can use for the tasks `names`."""
+    """Return the names that a ``depends`` condition can use for the tasks `names`.
+
+    They are those of `workflow/manifest.py: RESULTS`, which refuses any other before a run.
+    """
     scope: Scope = {}
     for name in names:
         result = results[name]

@@ -47,7 +47,9 @@ from tuneloop.workflow.pod_loop import PodLoop, StageCall, count_iterations
 DEFAULT_SEED = 67280421310721
 """The seed of torch's generators in a fresh process (c10/core/GeneratorImpl.h)."""
 RECORDS = "pods.json"
-"""The file below a run in which each of its pods records what it measured and decided."""
+"""The file below a run in which each of its pods records what it measured and decided. The next pods
+read it: a field that is added is missing in the records of a run that goes on after an update."""
+# The line that a pod prints with its record. docs/cluster.md shows one.
 LINE = (
     "pod {pod} runs {iterations} iterations: "
     "{between_s:.3g} s between pods, {start_s:.3g} s start, {each_s:.3g} s each"
@@ -65,6 +67,9 @@ class StageEnded(Exception):
 
 class Iterations:
     """The iterations of a loop that one pod runs.
+
+    `main` makes it from the flags that `argo/loop.py: pod_template` renders, and
+    `kfp/iterations.py: IterationsTask.run` by its arguments.
 
     Attributes:
         stopped: a signal has arrived, and no further stage begins.
@@ -158,7 +163,9 @@ class Iterations:
         return outputs
 
     def _print_times(self, number: int, reward: float) -> None:
-        """Print one line for an iteration, which the console of `tuneloop run` shows."""
+        """Print one line for an iteration. The console of `tuneloop run` shows the lines whose beginning
+        is as here: `ITERATION` of `cli/live.py`.
+        """
         total_s = sum(self._seconds.values())
         stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
         line = f"iteration {number}/{self._last}  reward {reward:.3f}  {total_s:.1f} s  ({stages})"
@@ -317,7 +324,10 @@ def _fresh_state(**environment: str) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run as a program; never returns."""
+    """Run as a program; never returns.
+
+    `argo/loop.py: pod_template` renders the flags, and ``--help`` prints the module's docstring.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m tuneloop.local.iterations",
         description=__doc__,

@@ -49,19 +49,23 @@ NODES = "nodes.jsonl"
 END = "ended.json"
 KIND = b'{"kind": "node", '
 NODE = KIND + b'"id": "'
-"""The start of a node's line."""
+"""The start of a node's line. So `kind` is the first field of a record, and `id` the first of `Node`."""
 SUM = b', "sum": "'
 """The text before the digest at the end of any line."""
 
 T = TypeVar("T")
 
 STOPPED = "stopped by"
-"""Begins the message of a workflow that a signal has ended."""
+"""Begins the message of a workflow that a signal has ended. `runs/run_record.py: Run.phase` tells by it
+that a run was interrupted and has not failed."""
 
 
 @dataclass
 class Node:
     """One node of a run, named as the Argo controller names it.
+
+    `local/execution.py: Execution.create_node` makes those of this machine, and `cluster/watch.py:
+    _read_node` those of a cluster.
 
     Attributes:
         id: unique in the run, stable over resumes, fit for a file name.
@@ -314,7 +318,8 @@ def _try_lock(file: IO[str], operation: int) -> bool:
 def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) -> int:
     """Return a run's exit code.
 
-    It is 0; 130 or 75 if a signal stopped it; 2, 3 or 75 if a pod failed it so; else 1.
+    It is 0; 130 or 75 if a signal stopped it; 2, 3 or 75 if a pod failed it so; else 1. That of a
+    run on a cluster is `cluster/submit.py: exit_code`.
     """
     if stopped_by is not None:
         return 130 if stopped_by == signal.SIGINT else 75

@@ -1,7 +1,8 @@
 """Pods of a local run: containers and daemons as process groups; their outputs and readiness.
 
-What of a pod's specification means something here, and what is refused, is
-`workflow/manifest.py`'s; a field that is read here has to be allowed there.
+Which fields of a pod are accepted here is decided before a run by `workflow/manifest.py:
+check_workflow`, with the list ``workflow/local_fields.yaml``: a field that is read here has to be in
+that list. Init containers and sidecars are not run; an extension does what they do (`_hold_pod`).
 """
 
 import contextlib
@@ -27,7 +28,8 @@ from tuneloop.workflow.pod_hook import MachinePod, list_pod_hooks
 from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_KEY
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
-"""Stages that import no torch: they do not wait for the warm process."""
+"""Stages that import no torch: they do not wait for the warm process. No test finds a stage that has
+come to import it and is still named here: such a stage imports it by itself, and only takes longer."""
 SHARED = ("/tmp", "/dev/shm")
 """Directories that stay this machine's, also where a template mounts an emptyDir at them."""
 
@@ -227,10 +229,14 @@ def _build_environment(
     node: Node,
     files: PodFilesystem,
 ) -> dict[str, str]:
-    """Build a pod's environment: the machine's, then the container's."""
+    """Build a pod's environment: the machine's, then the container's.
+
+    Of ``envFrom`` nothing is taken: it names Secrets and ConfigMaps, which this machine lacks.
+    """
     env = dict(execution.env)
     env["ARGO_PROGRESS_FILE"] = str(execution.workdir / "nodes" / node.id / "progress")
-    # What the downward API tells a pod; `tuneloop.workflow.manifest` refuses any other field.
+    # What the downward API tells a pod. `FIELD_PATHS` of `workflow/manifest.py` lists the same
+    # fields, and refuses any other.
     fields = {
         "metadata.name": node.id,
         "metadata.namespace": "local",
