@@ -1,7 +1,8 @@
 """The executor's side of the processes that start pods: the spawner and the warm process.
 
-The gateway starts its sessions by it, too. It has the other end of the protocol that
-`local/spawn.py` describes.
+The gateway starts its sessions by it, too (`extensions/gateway/processes.py`). It has the other end
+of the protocol that `local/spawn.py` describes: what it sends is read there and in `local/warm.py:
+main`, and a message of theirs that `ProcessServer._receive` does not know is dropped.
 """
 
 import contextlib
@@ -174,7 +175,10 @@ class ProcessServer:
             self.failure = message["failed"]
 
     def _find_difference(self, message: JsonMapping) -> str | None:
-        """Return why forks of a server would not be what fresh processes are; None: they would."""
+        """Return why forks of a server would not be what fresh processes are; None: they would.
+
+        `local/warm.py: main` computes the same list `code` before its imports.
+        """
         if not is_compatible(message.get("env", self.env), self.env):
             return (
                 f"the process of {WARM} was started with other variables that take effect at import"
@@ -288,6 +292,9 @@ def base_environment(extra: Mapping[str, str]) -> dict[str, str]:
     keep the warm process from forking: both are off, for every pod alike. OMP_NUM_THREADS limits
     torch's threads; these wait without spinning, because a server and a stage share the cores (SFT
     beside two busy processes was seen to gain tenfold).
+
+    The gateway's sessions and the warm process of the tests (`tests/warm.py`) have it, too: a fork
+    needs the same variables as the process that it is forked from (`local/warm.py: is_compatible`).
     """
     environment = {
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -43,6 +43,8 @@ class Call:
 class Result:
     """The result of a node.
 
+    `local/execution.py: Execution.settle` copies it to the node, field by field.
+
     Attributes:
         phase: one of `tuneloop.local.journal.DONE`; ``Running`` for a daemon that is ready.
         parameters: its outputs.

@@ -32,7 +32,8 @@ FIRST_ATTEMPT: Scope = {
 }
 """The tags of the previous attempt, with the values that a first attempt reads."""
 POLICIES = {"Always": ("Failed", "Error"), "OnFailure": ("Failed",), "OnError": ("Error",)}
-"""Policy → phases after which another attempt may follow."""
+"""Policy → phases after which another attempt may follow. With any other policy, such as Argo's
+OnTransientError, nothing is tried again."""
 
 
 class Attempts:

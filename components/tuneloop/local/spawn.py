@@ -12,7 +12,8 @@ be waited for.
 Protocol, JSON lines over the socket FD: ``{"start": id, "argv": […], "env": {…}, "cwd": path,
 "stdout": path, "stderr": path}`` and ``{"signal": id, "number": n}`` in; ``{"started": id, "pid":
 n}`` and ``{"ended": id, "code": n}`` (128 + n when signal n ended it) out. `tuneloop.local.warm`
-speaks the same, but runs a module where this one calls exec.
+speaks the same, but runs a module where this one calls exec. The other end of the socket is
+`local/processes.py: ProcessServer`. Tests: `tests/unit/local/test_processes.py`.
 """
 
 import contextlib

@@ -17,6 +17,9 @@ would. The further modules are imported too.
 
 What is added to `STAGES` is imported once for all stages of all runs: it must start no thread, and
 must not read the environment when it is imported, unless `is_compatible` compares the variable.
+
+A stage is forked from it only if `is_stage` knows its command; anything else starts as a fresh
+process, without a word. Tests: `tests/local/test_warm.py` and `test_warm_server.py`.
 """
 
 import atexit
@@ -106,7 +109,8 @@ READ_AT_IMPORT = (
 )
 """Variables with these prefixes take effect when a library is imported.
 
-A stage that has others than the warm process cannot be its fork.
+A stage that has others than the warm process cannot be its fork. `tests/warm.py` restores these
+variables between tests.
 """
 READ_AT_START = ("PYTHON",)
 """Variables with these prefixes take effect when the interpreter starts."""

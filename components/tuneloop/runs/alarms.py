@@ -2,7 +2,7 @@
 
 The page and `status` show them. They go by the names of metrics that `training/policy_gradient.py`,
 the algorithms, `stages/rollout.py` and `stages/reward.py` record and `Run.curves` reads, so that a
-renamed metric silences one.
+renamed metric silences one. The page knows these names, too (`ui/static/run.js`, `dom.js`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

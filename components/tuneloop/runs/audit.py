@@ -4,6 +4,9 @@ root to its files.
 As an artifact's digest covers those of its inputs, a run's artifacts are a hash tree, and its
 *root* is one digest over all of them: whoever has the root from somebody they trust need not
 trust the store.
+
+`tuneloop audit` prints it (`cli/prove.py`); promotions and attestations go by `prove_chain` and
+`compute_root` (`runs/promotions.py`, `extensions/provenance/attestation.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -167,6 +170,10 @@ def _prove_entry(
 def _was_pruned(run: Run, entry: Entry, checks: Sequence[FileCheck]) -> bool:
     """Return whether retention has deleted files of this artifact, an old checkpoint of the
     loop.
+
+    Both that delete put the mark `PRUNED` beside an artifact before they delete its first file, and leave
+    it there (`training/old_checkpoints.py: prune_checkpoint`, `runs/retention.py: delete_leftovers`).
+    Without the mark, any file but the history that is left makes the others missing.
     """
     looped = [checkpoint for checkpoint in run.checkpoints if checkpoint.iteration is not None]
     # The newest checkpoint is never pruned.

@@ -4,6 +4,10 @@ They lie at ``<stage>`` and ``iterations/<i>/<stage>``. The manifests and metric
 are read from the run's index (`tuneloop.core.index`) as far as that has them.
 
 `Run` (`runs/run_record.py`) adds the executor's state. Nothing is ever written here but the index.
+
+The layout ``iterations/<i>/<stage>`` is written by `argo/tasks.py`, `local/iterations.py` and
+`kfp/loop.py`, and read here, in `runs/stages.py` (`COMMITTED_BELOW`), `runs/retention.py`,
+`training/old_checkpoints.py`, `kfp/iterations.py` and `formats/stored_models.py`.
 """
 
 import json
@@ -31,6 +35,8 @@ from tuneloop.formats.facts import VersionFacts
 MANIFEST_KEY = re.compile(
     r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$"
 )
+"""The keys of the artifacts of a run. A manifest elsewhere below the run is in no list, summary or
+audit."""
 SETTLED_AFTER = 2
 """An iteration is complete once this many later ones exist: each starts from the policy of the
 previous one.
@@ -42,6 +48,9 @@ LISTED_TOGETHER = 64
 @dataclass(frozen=True)
 class Entry:
     """A committed artifact of a run.
+
+    A trainer's state below a checkpoint is none of `CommittedArtifacts.entries`: its key is longer
+    than `MANIFEST_KEY` allows. `runs/verification.py: find_state_entry` makes its entry.
 
     Attributes:
         key: where it lies below the run's URL: ``sft``, ``iterations/3/reward``.

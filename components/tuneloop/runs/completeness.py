@@ -21,7 +21,7 @@ def list_missing(run: Run) -> list[str]:
 
     What the run has committed is known from the inputs of other artifacts and from the outputs of
     its stages. The files of checkpoints that the loop has gone beyond may be deleted
-    (`tuneloop.runs.retention`).
+    (`tuneloop.runs.retention`). In an object store only manifests are looked for, and no files.
     """
     missing = set(_find_lost_keys(run))
     replaced: set[str] = set()

@@ -5,7 +5,8 @@ A fork is its pipeline's workflow, started at the template where a long loop con
 pins protect them from retention. ``<store>/<fork>/fork.json`` names the origin.
 
 `tuneloop fork` calls `begin_workflow`, then `record_fork`, here or for a cluster
-(`cluster/submission.py`); retention asks for the pins (`training/old_checkpoints.py`).
+(`cluster/submission.py`); retention asks for the pins (`training/old_checkpoints.py`). The keys of
+``fork.json`` are read as `Run.origin`, and ``status --json`` shows them.
 """
 
 from collections.abc import Mapping
@@ -139,6 +140,8 @@ def record_fork(
     existing = store.get(FORK)
     if existing != data and (existing or store.parts()):
         raise UserError("--name", name, "is the name of another run; choose one that is free")
+    # The section of the stage that trains in the loop is called `update` in every pipeline that has
+    # this setting (`config/loop.py`).
     update = getattr(settings, "update", None)
     resets_optimizer = getattr(update, "reset_optimizer", False)
     for reference in references.values():

@@ -2,6 +2,9 @@
 
 The scores are paired by prompt: what makes a prompt hard is the same for both policies, and drops
 out of the difference. A policy is better if the lower bound of the mean difference is above 0.
+
+The gate of KFP's model registry asks it (`kfp/register.py`). Promotions compare the means alone, by
+minima (`runs/promotions.py: find_requirements`).
 """
 
 import math
@@ -72,7 +75,8 @@ def read_scores(reference: str) -> dict[str, float]:
     """Read prompt → score of an evaluation; without those that have no score.
 
     Args:
-        reference: of what the stage `evaluate` has committed.
+        reference: of what the stage `evaluate` has committed: a row of ``samples.parquet``
+            (`formats/rollouts.py: SAMPLES_FILE`) for each prompt.
     """
     # A fetched file stays as long as the artifact.
     artifact = Artifact(reference)

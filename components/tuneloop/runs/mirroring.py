@@ -25,9 +25,10 @@ from tuneloop.runs.run_record import Curve, Run
 from tuneloop.trackers import Rows, find_tracker
 
 TABLE_ROWS = 16
-"""The samples in a table."""
+"""The most samples of an artifact that a table shows: its first rows."""
 TABLE_EVERY = 10
-"""One batch in so many iterations has a table, and every evaluation."""
+"""The scored batch of one in so many iterations has a table (the first, the eleventh), and every
+evaluation."""
 RowsByPoint = dict[tuple[str, int, float], dict[str, Any]]
 """As `tuneloop.trackers.Rows`, while they are collected."""
 
@@ -143,6 +144,9 @@ class Mirror:
     def _blame_tracker(self) -> Iterator[None]:
         """Raise UserError for what a tracker's library raises, and for a place that it cannot
         write to.
+
+        The library is known by the tracker's name, which is that of its package: of a tracker with
+        another name, such as a dotted path, an error of its library is taken for a bug of ours.
         """
         try:
             yield

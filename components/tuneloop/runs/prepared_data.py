@@ -1,7 +1,7 @@
 """What a run's data is, by the facts of the stage `data_prep`: its layout, and how many rows.
 
-It reads what `data/preparation.py` and `stages/data_prep.py` leave in the facts, of earlier
-releases, too.
+It reads what the data source (`data/files.py`: ``recognised``) and `stages/data_prep.py` (``rows``)
+leave in the facts, of earlier releases, too.
 """
 
 from dataclasses import dataclass, field

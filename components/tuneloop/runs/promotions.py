@@ -1,7 +1,8 @@
 """Promotions: who may stand under a name, and how it is recorded (`tuneloop.formats.promotions`).
 
-A version is promoted by a person, with minima for its evaluation, or by its line: the runs of a
-schedule, of which each begins with the version that was promoted last.
+A version is promoted by a person, with minima for its evaluation (`extensions/provenance/promotion.py:
+promote_version`), or by its line (`promote_result`). A line is the runs of a schedule that begin with
+the version which was promoted last (`cluster/schedule.py: find_base_model`).
 """
 
 import os
@@ -22,6 +23,8 @@ from tuneloop.training.old_checkpoints import pin_artifact
 METRIC = "mean_reward"
 """What a line compares: the mean reward on the held-out prompts."""
 EXPORT_KIND = "model"
+"""The kind of what `stages/export.py` commits. `runs/summary.py`, `runs/tracking.py`,
+`runs/mirroring.py` and `cli/generate.py` know it, too, as a text of their own."""
 
 
 def parse_minima(items: Iterable[str]) -> dict[str, float]:
@@ -52,7 +55,8 @@ def promote_entry(
         evaluation: whose results reached the `minima`, metric → value.
 
     Returns:
-        The record of the promotion; the standing one if it says the same.
+        The record of the promotion, whose keys are those of `formats/promotions.py: Promotion`; the
+        standing one if it says the same.
 
     Raises:
         UserError: it does not pass the audit.

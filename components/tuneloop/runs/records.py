@@ -1,7 +1,7 @@
 """The record of a run that was started on this machine, and the rules for the names of runs.
 
-`tuneloop run`, `fork` and `submit` write a record before they start anything; all commands that
-take the name of a run read it.
+`tuneloop run` and `fork` write a record before they start anything (`cli/execute.py`); all commands
+that take the name of a run read it. A run that was submitted to a cluster has none.
 """
 
 import re
@@ -26,17 +26,23 @@ WORKFLOW_FILE = "workflow.yaml"
 REPORT_FILE = "report.html"
 """Files in the directory of a run (`get_run_directory`)."""
 SCHEDULE_LENGTH = 31
-"""The maximum length of a schedule's name; the names of its runs are nine characters longer."""
+"""The maximum length of a schedule's name; the names of its runs are nine characters longer: a dash and
+`DIGITS`. Of a schedule by the time: `cluster/schedule.py: LONGEST_TIMED`."""
 DIGITS = 8
 """The length of the prompts' digest in the name of a schedule's run."""
 NAME = re.compile(r"^(?!sessions$)[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
 """Pattern of a run's name. Below a store's ``sessions`` a gateway keeps the sessions of its
-clients.
+clients. A folder of a store that has another name is no run: `list_runs`, the page and the trackers
+pass over it. The maximum of 40 characters is part of `SCHEDULE_LENGTH` and `LONGEST_TIMED`.
 """
 
 
 class Record(BaseModel, frozen=True):
-    """The pipeline, configuration and store with which a run was started on this machine."""
+    """The pipeline, configuration and store with which a run was started on this machine.
+
+    It is a file that later releases read: a field that is added needs a default. The page shows
+    `config` (`ui/static/run.js`).
+    """
 
     format: int = 1
     id: str = Field(default_factory=lambda: uuid.uuid4().hex)

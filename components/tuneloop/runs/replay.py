@@ -22,7 +22,8 @@ from tuneloop.runs.committed import Entry
 from tuneloop.runs.run_record import Run
 
 DECIDING = ("device", "threads", "code", "packages")
-"""The entries of an artifact's provenance that may change its bits."""
+"""The entries of an artifact's provenance that may change its bits, by the names of
+`core/provenance.py: collect_provenance`."""
 COMPARED = (
     "format",
     "stage",
@@ -35,7 +36,8 @@ COMPARED = (
     "facts",
 )
 """The fields of manifests in the order in which they are compared: what an artifact was made from
-comes first.
+comes first. They are those of `core/artifacts.py: STATED`, no more and no fewer: of a difference in a
+field that is only there, nothing but "the manifests" is said.
 """
 CONTEXT = 60
 """How many characters before the first difference of two lines are shown."""
@@ -175,6 +177,7 @@ def _collect_arguments(
     # An artifact of an earlier release may state parameters that the stage no longer has.
     parameters = manifest.params | manifest.notes.get(REPLAY_PARAMS, {})
     arguments = {name: value for name, value in parameters.items() if name in fields}
+    # Both names are those of `stages/policy_update.py`.
     if "state_every" in fields:
         # No training continues from the result: its trainer's state is not written.
         arguments["state_every"] = manifest.params["iteration"] + 1

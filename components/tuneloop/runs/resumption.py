@@ -1,7 +1,7 @@
 """Whether a run of this machine may be continued, and under which settings.
 
-`run` and `resume` ask it before they execute (`cli/execute.py`). Of a run on a cluster,
-`cluster/submit.py` decides.
+`run` and `resume` ask it before they execute (`cli/execute.py`). For a run on a cluster
+`cluster/submit.py: check_resubmission` has the same rule: both change together.
 """
 
 from tuneloop.core.errors import UserError

@@ -5,8 +5,9 @@ A manifest names the one directory that is the artifact; other data below its UR
 attempts that lost a race or died. It is not touched if it was written to lately, as its stage may
 still be running, on any machine.
 
-`tuneloop gc` calls it. The loop itself deletes old checkpoints by the same rules while it runs
-(`training/old_checkpoints.py`).
+`tuneloop gc` calls it. The loop itself deletes old checkpoints while it runs, and both ask the same
+functions what is still needed (`training/old_checkpoints.py`). Only the loop knows `keep_every`: a
+model that it kept by this setting is deleted by ``gc --keep``.
 """
 
 import contextlib

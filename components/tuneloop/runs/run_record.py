@@ -12,7 +12,8 @@ also has state in ``<root>/<run>``, where root is the store if that is a directo
     report.html
 
 Commands, the page, the report and trackers all read a run by `Run`. The curves' names and axes are
-part of what they show.
+part of what they show: `ui/static/dom.js` has titles for names, `ui/static/run.js` lists those that are
+drawn first, `runs/alarms.py` looks for some, and people's dashboards have the names in trackers.
 """
 
 import functools
@@ -43,15 +44,18 @@ from tuneloop.runs.records import (
 
 FORK = "fork.json"
 SAMPLE_COLUMNS = ("id", "prompt", "completion", "answer", "score", "outcome")
+"""The columns of samples in trackers' tables. The page reads others: `ui/samples.py`."""
 RECORDING_ROLES: tuple[Role, ...] = (
     "trainer",
     "sampler",
     "scorer",
     "evaluator",
 )
+"""The roles of `core/artifacts.py: Role` in the order in which their curves are listed. The metrics of
+a stage without a role are no curves."""
 NO_CURVES = ("step", "mean", "mean_reward", "scored")
-"""Columns of ``metrics.jsonl`` that are not drawn: they are an axis, or are in the results
-already.
+"""Columns of ``metrics.jsonl`` that are not drawn, whatever stage records them: they are an axis, or
+are in the results already.
 """
 
 
@@ -161,7 +165,9 @@ class Run(CommittedArtifacts):
 
     @property
     def weights_url(self) -> str:
-        """Where the run publishes its weight versions, if it does."""
+        """Where the run publishes its weight versions, if it does: the setting, or else the same
+        default as `config/loop.py: LoopPipelineConfig.published` has.
+        """
         engine = self.record.config.get("engine") if self.record else None
         weights = engine.get("weights") if isinstance(engine, dict) else None
         url = weights.get("url") if isinstance(weights, dict) else None
@@ -203,6 +209,10 @@ class Run(CommittedArtifacts):
     def phase(self) -> str:
         """``created``, ``running``, ``interrupted``, ``succeeded``, ``failed``; ``elsewhere``
         without local state.
+
+        These words are known to `runs/summary.py: judge_run`, `runs/tracking.py: find_phase`,
+        `cli/watch.py: CODES`, `cluster/run_workflows.py: find_executor_phase`, trackers, the page
+        (`ui/static`) and docs/commands.md.
         """
         state = self.state
         if state is None:

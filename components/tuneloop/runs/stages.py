@@ -2,7 +2,9 @@
 workflows elsewhere.
 
 `status`, the page and `watch` show it as a table. What a cluster says is read by `cluster/watch.py`
-into the same `Node`.
+into the same `Node`, and what Kubeflow Pipelines says by `kfp/progress.py` into the same
+`StageStatus`. Tests: `tests/unit/cli/test_tables.py`, `tests/unit/local/test_journal.py`,
+`tests/unit/cluster/test_cluster.py`.
 """
 
 import re
@@ -19,13 +21,17 @@ from tuneloop.runs.summary import format_number, format_results
 ATTEMPT = re.compile(r"\((\d+)\)$")
 """At the end of a pod's name in the graph: which attempt of its stage it is, from 0."""
 COMMITTED_BELOW = re.compile(r"/iterations/(\d+)/[^/@]+$")
-"""The end of the URL where a stage of the loop commits its artifact."""
+"""The end of the URL where a stage of the loop commits its artifact (`runs/committed.py` has the
+layout)."""
 
 
 @dataclass(frozen=True)
 class StageStatus:
     """State of a stage, as `status` shows it. `phase`, `progress` and `message` are those of its
     newest pod.
+
+    Its fields are keys of ``status --json`` (docs/commands.md), and `ui/static` reads them. The words of
+    `phase` are known to `ui/static/run.js`.
 
     Attributes:
         stage: its task's name in the graph.
@@ -58,7 +64,9 @@ class StageStatus:
         self,
         places: int,
     ) -> tuple[str, ...]:
-        """Return the cells of its row in the table, with seconds to `places` decimal places."""
+        """Return the cells of its row in the table, with seconds to `places` decimal places. The heads
+        of the columns are in `cli/show.py: show_stages` and `cli/watch.py: draw_state`.
+        """
         phase = f"{self.phase} ({self.progress})" if self.progress else self.phase
         seconds = f"{self.seconds:.{places}f}" if self.done or self.seconds else ""
         retries = "" if self.retries is None else str(self.retries)

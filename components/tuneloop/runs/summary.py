@@ -1,6 +1,8 @@
 """Describe a run in text, for terminals and reports.
 
-Commands and the report print these sentences, and the page gets them as text.
+Commands and the report print these sentences, and the page gets them as text. `summarize_run` is
+what `tuneloop run` prints at the end; `status` has a list of facts of its own (`cli/inspect.py:
+show_status`), and a run on a cluster another one (`cli/verdict.py: print_verdict`).
 """
 
 import math
@@ -183,6 +185,7 @@ def judge_run(
         course = "without a change that is more than chance"
     else:
         course = "badly"
+    # By the words of `Run.phase`.
     beginnings = {
         "failed": "failed, having gone",
         "interrupted": "was interrupted, having gone",

@@ -32,7 +32,7 @@ POLL_S = 2.0
 RETRY_S = 60.0
 """Seconds after which a run that could not be mirrored is tried again."""
 IDLE_S = 86400.0
-"""Seconds after which a run without commits counts as ended."""
+"""Seconds after which a run without commits counts as ended. `cli/watch.py` says it as "a day"."""
 
 
 def read_report(run: Run) -> str:
@@ -184,7 +184,8 @@ def mirror_store(
 
 
 def find_phase(run: Run, ask_phase: Callable[[str], str] = lambda name: "") -> str:
-    """Return the phase of a run, also of one that is executed elsewhere.
+    """Return the phase of a run, also of one that is executed elsewhere. `watch`, `track` and sweeps
+    end by it.
 
     Of such a run it is what `ask_phase` says of its name. Otherwise its artifacts tell: it has
     ``failed`` if a stage says so (as on KFP), has ``succeeded`` once its export is evaluated, and
@@ -321,7 +322,7 @@ def wait_for_input() -> bool:
 
 def main() -> None:
     """Mirror a run until standard input closes, however the run's process ends. Arguments: run,
-    store, tracker.
+    store, tracker, as `_start_process` gives them; the last line of its output is `Child.wait`'s.
     """
     # The run's own processes come first.
     os.nice(10)
