@@ -3,9 +3,9 @@
 The servers' load is read from ``/metrics``, under vLLM's names, at the pods' addresses, which only
 the cluster and its nodes reach. The Deployment is changed by its subresource `scale`.
 
-`tuneloop fleet autoscale` (`cli/fleet.py: autoscale_fleet`) calls `scale_fleet` at intervals, always
-with the same rule. On a cluster it runs as ``manifests/components/rollout-autoscaler``: each further
-kind of object that is read here needs a right in its ``rights.yaml``.
+`tuneloop fleet autoscale` (`cli/fleet.py: autoscale_fleet`) calls `scale_fleet` at intervals,
+always with the same rule. On a cluster it runs as ``manifests/components/rollout-autoscaler``: each
+further kind of object that is read here needs a right in its ``rights.yaml``.
 """
 
 import re
@@ -23,8 +23,8 @@ CLIENTS = f"{RUN_LABEL},{CLIENT_LABEL}"
 """Selects the pods of runs that sample with the engine `endpoint`."""
 REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
 """The two metrics whose values are added up. Our own servers write them without labels
-(`inference/http_api.py`). ``manifests/components/rollout-keda/scaledobject.yaml`` has their names in
-its query."""
+(`inference/http_api.py`). ``manifests/components/rollout-keda/scaledobject.yaml`` has their names
+in its query."""
 
 
 def scale_fleet(fleet: Service, rule: AutoscalingRule, run: Run | None = None) -> str:

@@ -32,8 +32,8 @@ NO_AUTOSCALER = "unless the cluster adds nodes by itself,"
 SHOW_NODES = "kubectl describe nodes"
 LOWER = " shows what they hold; lower cluster.ROLE.cpu or cluster.ROLE.memory, or add a node"
 SCOPES = {"NotTerminating", "NotBestEffort"}
-"""The scopes of a ResourceQuota that hold for all pods of a run. A quota with any other scope is not
-looked at."""
+"""The scopes of a ResourceQuota that hold for all pods of a run. A quota with any other scope is
+not looked at."""
 
 
 def find_capacity_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:

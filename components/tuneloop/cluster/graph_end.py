@@ -1,10 +1,11 @@
 """The exit handler that deletes the DynamoGraphDeployment (servers of Dynamo's operator) which was
 created for one run alone.
 
-`cluster/submission.py: Submission.plan` adds it. Its pod runs `cluster/reservations.py: main`, which
-parses these flags, with the account ``tuneloop-graphs`` of ``manifests/admin/namespace/rights.yaml``.
-A workflow that was stopped runs no exit handler: there `cluster/submit.py: stop_run` does the same.
-Tests: `tests/unit/cluster/test_reservations.py`, `tests/cluster/test_fleet.py`.
+`cluster/submission.py: Submission.plan` adds it. Its pod runs `cluster/reservations.py: main`,
+which parses these flags, with the account ``tuneloop-graphs`` of
+``manifests/admin/namespace/rights.yaml``. A workflow that was stopped runs no exit handler: there
+`cluster/submit.py: stop_run` does the same. Tests: `tests/unit/cluster/test_reservations.py`,
+`tests/cluster/test_fleet.py`.
 """
 
 from tuneloop.argo.pod_fields import step_fields

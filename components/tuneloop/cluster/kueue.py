@@ -14,8 +14,8 @@ from tuneloop.workflow.settings import QUEUE_LABEL
 
 GROUP = "kueue.x-k8s.io"
 VERSIONS = ("v1beta2", "v1beta1")
-"""The versions that can be read, newest first. What is read of them is the same but for the name of a
-cohort's field (`cluster/queue_problems.py: _read_cohort`)."""
+"""The versions that can be read, newest first. What is read of them is the same but for the name of
+a cohort's field (`cluster/queue_problems.py: _read_cohort`)."""
 NAMED_HOLDERS = 5
 """The most pods or jobs that are named as holders of a queue's quota."""
 
@@ -103,8 +103,8 @@ class QueueState:
     def add(self, workload: JsonMapping) -> None:
         """Add what a Workload says about the pod or job that owns it.
 
-        `ui/static/run.js` finds the word ``admitted`` in the message, to tell stages that start from
-        those that wait.
+        `ui/static/run.js` finds the word ``admitted`` in the message, to tell stages that start
+        from those that wait.
         """
         status = workload.get("status", {})
         conditions = {item["type"]: item for item in status.get("conditions", ())}

@@ -11,12 +11,14 @@ from tuneloop.kube.connection import ApiRefusal
 
 INSTALL = "manifests/third-party/README.md says how to install it"
 NAMESPACES = {"local": "tuneloop", "kfp": "kubeflow"}
-"""Folder of ``manifests/overlays`` → the namespace of its objects. `NAMESPACED` has the same keys."""
+"""Folder of ``manifests/overlays`` → the namespace of its objects. `NAMESPACED` has the same
+keys."""
 NAMESPACED = {
     "local": "resources: [../../namespaced]\\ncomponents: [../../components/s3]\\n",
     "kfp": "resources: [../kfp]\\n",
 }
-"""The same folder → what an overlay for another namespace has in its place, as `printf` takes it."""
+"""The same folder → what an overlay for another namespace has in its place, as `printf` takes
+it."""
 ADMIN = "ask an admin of the cluster (docs/cluster.md, What an admin gives once)"
 """A remedy that the admin of a namespace has no right to."""
 DENIED = re.compile(r'cannot (\w+) resource "([^"]+)"')
@@ -26,8 +28,8 @@ _denied_reads: ContextVar[list[str] | None] = ContextVar("denied_reads", default
 
 ABSENT = "absent"
 UNSEEN = "not for this account to see"
-"""What `find_object` returns in place of an object. Both are texts, and so true: a caller compares its
-result with both before it uses it."""
+"""What `find_object` returns in place of an object. Both are texts, and so true: a caller compares
+its result with both before it uses it."""
 
 
 def apply_manifests(namespace: str, overlay: str = "local") -> str:
@@ -61,9 +63,10 @@ class Problem(UserError):
         found: what is wrong, without the remedy.
         command: the command, or sentence, that fixes it.
 
-    The line is ``{finding}; {command}{otherwise}``: `otherwise` is a second remedy, which begins with
-    a comma or a blank. `doctor` prints `found` and `command` by themselves, without `otherwise`. The
-    remedy of any other UserError it splits at the last semicolon (`cluster/doctor.py: _refuse`).
+    The line is ``{finding}; {command}{otherwise}``: `otherwise` is a second remedy, which begins
+    with a comma or a blank. `doctor` prints `found` and `command` by themselves, without
+    `otherwise`. The remedy of any other UserError it splits at the last semicolon
+    (`cluster/doctor.py: _refuse`).
     """
 
     def __init__(

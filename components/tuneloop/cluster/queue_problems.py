@@ -1,9 +1,10 @@
 """Find queues that would never admit a workflow's requests: Kueue leaves its pods waiting, and
 reports nothing.
 
-`find_queue_problems` is an entry of `cluster/preflight.py: CHECKS`, and is called by `kfp/doctor.py`;
-`find_queue_warnings` is called by `cluster/submission.py: Submission.check` and `cluster/doctor.py:
-check_argo_queue`. ResourceQuotas and nodes are checked in `cluster/capacity.py`.
+`find_queue_problems` is an entry of `cluster/preflight.py: CHECKS`, and is called by
+`kfp/doctor.py`; `find_queue_warnings` is called by `cluster/submission.py: Submission.check` and
+`cluster/doctor.py: check_argo_queue`. ResourceQuotas and nodes are checked in
+`cluster/capacity.py`.
 """
 
 import json
@@ -350,7 +351,8 @@ def find_quota_problems(
     queues: Collection[str],
     cluster_queue: str,
 ) -> Iterator[UserError]:
-    """Find stages whose requests exceed what a ClusterQueue's quota leaves beside the run's servers.
+    """Find stages whose requests exceed what a ClusterQueue's quota leaves beside the run's
+    servers.
 
     Args:
         workflow: a prepared workflow.

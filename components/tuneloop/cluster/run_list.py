@@ -14,8 +14,8 @@ from tuneloop.workflow.settings import RUN_LABEL
 class ListedRun:
     """A run in the list of those of a namespace.
 
-    Its fields are the keys of ``cluster list --json`` (docs/commands.md); the columns of the table are
-    in `cli/cluster.py: list_runs`. Tests: `tests/unit/cluster/test_following.py`.
+    Its fields are the keys of ``cluster list --json`` (docs/commands.md); the columns of the table
+    are in `cli/cluster.py: list_runs`. Tests: `tests/unit/cluster/test_following.py`.
 
     Attributes:
         run: its name.

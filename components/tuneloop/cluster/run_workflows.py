@@ -15,8 +15,8 @@ from tuneloop.workflow.plan import PLAN
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 
 DONE = ("Succeeded", "Failed", "Error")
-"""Phases of a workflow that has ended. A node may also end as Skipped or Omitted: `local/journal.py:
-DONE`."""
+"""Phases of a workflow that has ended. A node may also end as Skipped or Omitted:
+`local/journal.py: DONE`."""
 CONTINUES = "tuneloop.dev/continues"
 """Annotation: the previous workflow of the same run. `cluster/continue_run.py` writes it, and
 `cluster/submit.py: create_numbered` reads it."""
@@ -109,8 +109,8 @@ def as_template(workflow: JsonMapping, name: str) -> JsonObject:
     """Return `workflow` as the WorkflowTemplate `name`.
 
     Workflows that are submitted from it label themselves. The namespace is that of
-    ``manifests/components/pipelines``, whose files are written by it (`make golden`); a schedule takes
-    only the spec (`cluster/schedule.py: template_spec`).
+    ``manifests/components/pipelines``, whose files are written by it (`make golden`); a schedule
+    takes only the spec (`cluster/schedule.py: template_spec`).
     """
     labels = dict(workflow["metadata"].get("labels", {}))
     # The run is known only when a workflow is submitted from the template.
@@ -216,8 +216,8 @@ def get_workflow_phase(workflow: JsonMapping) -> str:
 def find_executor_phase(cluster: Connection, run: str) -> str:
     """Return the phase of a run by its newest workflow, in the words of `Run.phase`.
 
-    It is empty if the run has no workflow on the cluster. `ui/describe.py: describe_state` has a rule
-    of its own: it only lowers the controller's word, and may say ``pending`` or ``error``.
+    It is empty if the run has no workflow on the cluster. `ui/describe.py: describe_state` has a
+    rule of its own: it only lowers the controller's word, and may say ``pending`` or ``error``.
     """
     workflows = list_workflows(cluster, run)
     if not workflows:

@@ -13,8 +13,8 @@ last one is promoted under the schedule's name if it is good enough (`tuneloop.r
 and the new run begins with what was promoted last.
 
 `_build_start` renders the last step of a check: its flags are parsed by `main`, and its account
-``tuneloop-continue`` has the rights of ``manifests/namespaced/accounts.yaml``. Schedules of Kubeflow
-Pipelines have a program of their own, which repeats the rule of `start_scheduled_run`
+``tuneloop-continue`` has the rights of ``manifests/namespaced/accounts.yaml``. Schedules of
+Kubeflow Pipelines have a program of their own, which repeats the rule of `start_scheduled_run`
 (`kfp/schedule.py`, `kfp/check_data.py`). What is created is in `tests/golden/schedules`.
 """
 
@@ -60,8 +60,8 @@ BASE = "base-model"
 TIME = "%Y%m%d-%H%M"
 """The form of the time in the name of a run. It must not have `DIGITS` characters (`is_digest`)."""
 LONGEST_TIMED = 26
-"""The maximum length of the name of a schedule whose runs have the time in theirs: the 40 characters
-of a run's name (`runs/records.py: NAME`), without the 13 of `TIME` and a dash."""
+"""The maximum length of the name of a schedule whose runs have the time in theirs: the 40
+characters of a run's name (`runs/records.py: NAME`), without the 13 of `TIME` and a dash."""
 
 
 @dataclass(frozen=True)

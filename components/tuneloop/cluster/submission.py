@@ -1,8 +1,8 @@
 """What `tuneloop submit` sends to a cluster: a run's workflow, and the servers of Dynamo's operator (a
 DynamoGraphDeployment, here graph) that it uses.
 
-`tuneloop submit` (`cli/cluster.py: submit_run`) and sweeps use it. ``submit --server`` takes only the
-plan, and neither `check` nor `create` (`cluster/argo_server.py`).
+`tuneloop submit` (`cli/cluster.py: submit_run`) and sweeps use it. ``submit --server`` takes only
+the plan, and neither `check` nor `create` (`cluster/argo_server.py`).
 """
 
 from collections.abc import Callable, Sequence

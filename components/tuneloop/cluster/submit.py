@@ -104,8 +104,8 @@ def check_resubmission(workflow: JsonMapping, earlier: Sequence[JsonMapping], ru
     If the run failed before its loop made a version, its settings may be corrected, as with
     `tuneloop run`: stages refuse settings that differ from their committed outputs. The pods'
     requests, and settings that no stage compares with its output (addresses, timeouts), may always
-    change. Sweeps call it before they submit (`extensions/sweep/runs.py`). For a run of this machine
-    `runs/resumption.py: find_changed_settings` has the same rule: both change together.
+    change. Sweeps call it before they submit (`extensions/sweep/runs.py`). For a run of this
+    machine `runs/resumption.py: find_changed_settings` has the same rule: both change together.
 
     Raises:
         UserError: the run has another pipeline or store, or is past that and has other settings.
@@ -256,8 +256,8 @@ def _create_token(cluster: Connection, workflow: JsonMapping) -> None:
 def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     """Stop a run: its stages commit their resume points, and all that it holds is released.
 
-    These are its jobs, pods, graphs, reservations and leases. A stopped workflow runs no exit handler,
-    so whatever else a run comes to hold has to be released here, too.
+    These are its jobs, pods, graphs, reservations and leases. A stopped workflow runs no exit
+    handler, so whatever else a run comes to hold has to be released here, too.
 
     Args:
         cluster: where the run is.

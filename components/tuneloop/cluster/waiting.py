@@ -24,8 +24,8 @@ from tuneloop.runs.stages import find_job_stage
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
 
 NODE_NAME = "workflows.argoproj.io/node-name"
-"""Annotation of a pod: its node in the graph. Argo writes it; `argo/jobset.py` writes it for the pods
-of a JobSet, with the stage alone."""
+"""Annotation of a pod: its node in the graph. Argo writes it; `argo/jobset.py` writes it for the
+pods of a JobSet, with the stage alone."""
 RAYJOBS = ("ray.io", "v1", "rayjobs")
 JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
 NO_ROOM = "Insufficient"
@@ -149,8 +149,8 @@ def _describe_ray_cluster(cluster: Connection, name: str) -> str:
 def _explain_pod(pod: Any, queues: QueueState) -> str:
     """Explain why a pending pod does not run yet.
 
-    `ui/static/run.js` finds the words ``starting`` and ``admitted`` (`cluster/kueue.py: QueueState`) in
-    this text: stages whose reason has neither are shown as waiting.
+    `ui/static/run.js` finds the words ``starting`` and ``admitted`` (`cluster/kueue.py:
+    QueueState`) in this text: stages whose reason has neither are shown as waiting.
     """
     if pod.spec.scheduling_gates:
         return queues.explain(_read_queue(pod.metadata.labels), pod.metadata.name)

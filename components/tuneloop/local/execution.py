@@ -26,8 +26,8 @@ OnNode = Callable[[Node], None]
 """Called with a copy of a node whenever it changes, one call at a time, in the order of
 ``nodes.jsonl``. `tuneloop run` gives `cli/live.py: Display.node`."""
 OnLog = Callable[[Node, str], None]
-"""Called with each line (without its end) that a pod writes, one call at a time. `tuneloop run` gives
-`cli/live.py: Display.log`."""
+"""Called with each line (without its end) that a pod writes, one call at a time. `tuneloop run`
+gives `cli/live.py: Display.log`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,8 +47,9 @@ from tuneloop.workflow.pod_loop import PodLoop, StageCall, count_iterations
 DEFAULT_SEED = 67280421310721
 """The seed of torch's generators in a fresh process (c10/core/GeneratorImpl.h)."""
 RECORDS = "pods.json"
-"""The file below a run in which each of its pods records what it measured and decided. The next pods
-read it: a field that is added is missing in the records of a run that goes on after an update."""
+"""The file below a run in which each of its pods records what it measured and decided. The next
+pods read it: a field that is added is missing in the records of a run that goes on after an
+update."""
 # The line that a pod prints with its record. docs/cluster.md shows one.
 LINE = (
     "pod {pod} runs {iterations} iterations: "
@@ -114,8 +115,8 @@ class Iterations:
             The exit code and, if it is 0, the last one's number, outputs and mean reward.
         """
         code = 0
-        # A stage then defers its commit to a thread (`BACKGROUND` of `core/threads.py`), beside which
-        # the next stage runs.
+        # A stage then defers its commit to a thread (`BACKGROUND` of `core/threads.py`), beside
+        # which the next stage runs.
         BACKGROUND.is_concurrent = True
         try:
             outputs = self._run_iterations(values)
@@ -163,8 +164,8 @@ class Iterations:
         return outputs
 
     def _print_times(self, number: int, reward: float) -> None:
-        """Print one line for an iteration. The console of `tuneloop run` shows the lines whose beginning
-        is as here: `ITERATION` of `cli/live.py`.
+        """Print one line for an iteration. The console of `tuneloop run` shows the lines whose
+        beginning is as here: `ITERATION` of `cli/live.py`.
         """
         total_s = sum(self._seconds.values())
         stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())

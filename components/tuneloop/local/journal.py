@@ -49,15 +49,16 @@ NODES = "nodes.jsonl"
 END = "ended.json"
 KIND = b'{"kind": "node", '
 NODE = KIND + b'"id": "'
-"""The start of a node's line. So `kind` is the first field of a record, and `id` the first of `Node`."""
+"""The start of a node's line. So `kind` is the first field of a record, and `id` the first of
+`Node`."""
 SUM = b', "sum": "'
 """The text before the digest at the end of any line."""
 
 T = TypeVar("T")
 
 STOPPED = "stopped by"
-"""Begins the message of a workflow that a signal has ended. `runs/run_record.py: Run.phase` tells by it
-that a run was interrupted and has not failed."""
+"""Begins the message of a workflow that a signal has ended. `runs/run_record.py: Run.phase` tells
+by it that a run was interrupted and has not failed."""
 
 
 @dataclass

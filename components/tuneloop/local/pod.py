@@ -1,8 +1,9 @@
 """Pods of a local run: containers and daemons as process groups; their outputs and readiness.
 
 Which fields of a pod are accepted here is decided before a run by `workflow/manifest.py:
-check_workflow`, with the list ``workflow/local_fields.yaml``: a field that is read here has to be in
-that list. Init containers and sidecars are not run; an extension does what they do (`_hold_pod`).
+check_workflow`, with the list ``workflow/local_fields.yaml``: a field that is read here has to be
+in that list. Init containers and sidecars are not run; an extension does what they do
+(`_hold_pod`).
 """
 
 import contextlib
@@ -28,8 +29,9 @@ from tuneloop.workflow.pod_hook import MachinePod, list_pod_hooks
 from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_KEY
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
-"""Stages that import no torch: they do not wait for the warm process. No test finds a stage that has
-come to import it and is still named here: such a stage imports it by itself, and only takes longer."""
+"""Stages that import no torch: they do not wait for the warm process. No test finds a stage that
+has come to import it and is still named here: such a stage imports it by itself, and only takes
+longer."""
 SHARED = ("/tmp", "/dev/shm")
 """Directories that stay this machine's, also where a template mounts an emptyDir at them."""
 

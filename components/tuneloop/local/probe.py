@@ -26,10 +26,10 @@ from tuneloop.inference.multi_turn import EpisodeOptions
 from tuneloop.rewards.scoring import Escape, Outcome, find_reward, score_all
 
 ATTACKS = Path(family.__file__).with_name("attacks")
-"""The attacks, and ``row.json``, on which they are tried by default. A reward or environment that ships
-has to be able to judge this row: what only one of them needs is a key of the row (``choices``), of
-its ``answers`` (another form of the answer, by reward) or ``environment_args``. How many attacks there
-are stands in docs/commands.md and docs/training.md.
+"""The attacks, and ``row.json``, on which they are tried by default. A reward or environment that
+ships has to be able to judge this row: what only one of them needs is a key of the row
+(``choices``), of its ``answers`` (another form of the answer, by reward) or ``environment_args``.
+How many attacks there are stands in docs/commands.md and docs/training.md.
 """
 WRONG = ("", "I do not know.", "The answer is -90417.")
 ENDINGS = {
@@ -39,12 +39,13 @@ ENDINGS = {
     "n": "no score",
     "g": "gained",
 }
-"""Letter → how an attack ended. The command fails at ``n`` and ``g`` (`cli/prove.py: probe_rewards`);
-`_classify` chooses the letter by the outcome and the breakdown that `rewards/scoring.py` gives.
+"""Letter → how an attack ended. The command fails at ``n`` and ``g`` (`cli/prove.py:
+probe_rewards`); `_classify` chooses the letter by the outcome and the breakdown that
+`rewards/scoring.py` gives.
 """
 RANGE = (-math.inf, math.inf)
-"""The range of `play_turn`, which `rewards/registry.py` reads by this name. A reward that crashes gets
-the lowest score of its range; this range has none, so a crash is no score."""
+"""The range of `play_turn`, which `rewards/registry.py` reads by this name. A reward that crashes
+gets the lowest score of its range; this range has none, so a crash is no score."""
 
 
 class Attack(NamedTuple):

@@ -1,7 +1,7 @@
 """What weakens a verdict: a measurement on few rows says little, whichever way it went.
 
-`tuneloop run` prints it below the summary, and `status` among the facts of a run. The report shows it
-after its verdict (`runs/summary.py: judge_run`).
+`tuneloop run` prints it below the summary, and `status` among the facts of a run. The report shows
+it after its verdict (`runs/summary.py: judge_run`).
 """
 
 from tuneloop.core.wording import format_count
@@ -12,8 +12,8 @@ FEWEST_ROWS = 20
 """Held-out rows below which a mean is that of single rows: one of them moves it by over 5 %.
 
 `runs/gain.py` refuses to compare two policies on fewer, so a change of it also changes which models
-KFP's gate registers (`kfp/register.py`). That `data/sizes.py` has a number of the same name and value
-is chance: there it is of the rows from which some are held out.
+KFP's gate registers (`kfp/register.py`). That `data/sizes.py` has a number of the same name and
+value is chance: there it is of the rows from which some are held out.
 """
 
 
@@ -32,8 +32,8 @@ def _describe_few_steps(run: Run) -> str:
     for entry in run.with_role("trainer"):
         epochs = entry.manifest.params.get("epochs")
         steps = entry.manifest.facts.get("step")
-        # The message names a setting, ``<stage>.epochs``. Only of these two stages it is known that the
-        # section of the settings has the stage's name.
+        # The message names a setting, ``<stage>.epochs``. Only of these two stages it is known that
+        # the section of the settings has the stage's name.
         if not epochs or entry.stage not in ("sft", "preference"):
             continue
         if isinstance(steps, int) and 0 < steps < FEWEST_STEPS:

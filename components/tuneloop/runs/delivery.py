@@ -59,8 +59,8 @@ FACTS_SHAPE = {
     "version": int,
     "staleness": dict[str, float | None],
 }
-"""The facts of an artifact whose tokens have versions. ``staleness`` is what `inference/generate.py:
-measure_staleness` returns."""
+"""The facts of an artifact whose tokens have versions. ``staleness`` is what
+`inference/generate.py: measure_staleness` returns."""
 REFIT_SHAPE = {
     "workers": dict[str, float],
     "updates": dict[str, float],
@@ -71,8 +71,8 @@ worker, seconds by update, and seconds in all. The note ``pulled`` has the shape
 `weights/live.py`.
 """
 NUMBERS = tuple(field.name for field in fields(Delivery) if field.type == float | None)
-"""The fields that are curves of a tracker, as ``weights/<name>`` (`runs/mirroring.py`). A field of any
-other type is none of them. The page names each curve and column itself: `ui/static/weights.js`.
+"""The fields that are curves of a tracker, as ``weights/<name>`` (`runs/mirroring.py`). A field of
+any other type is none of them. The page names each curve and column itself: `ui/static/weights.js`.
 """
 
 

@@ -1,8 +1,9 @@
 """Promotions: who may stand under a name, and how it is recorded (`tuneloop.formats.promotions`).
 
-A version is promoted by a person, with minima for its evaluation (`extensions/provenance/promotion.py:
-promote_version`), or by its line (`promote_result`). A line is the runs of a schedule that begin with
-the version which was promoted last (`cluster/schedule.py: find_base_model`).
+A version is promoted by a person, with minima for its evaluation
+(`extensions/provenance/promotion.py: promote_version`), or by its line (`promote_result`). A line
+is the runs of a schedule that begin with the version which was promoted last (`cluster/schedule.py:
+find_base_model`).
 """
 
 import os

@@ -26,8 +26,8 @@ WORKFLOW_FILE = "workflow.yaml"
 REPORT_FILE = "report.html"
 """Files in the directory of a run (`get_run_directory`)."""
 SCHEDULE_LENGTH = 31
-"""The maximum length of a schedule's name; the names of its runs are nine characters longer: a dash and
-`DIGITS`. Of a schedule by the time: `cluster/schedule.py: LONGEST_TIMED`."""
+"""The maximum length of a schedule's name; the names of its runs are nine characters longer: a dash
+and `DIGITS`. Of a schedule by the time: `cluster/schedule.py: LONGEST_TIMED`."""
 DIGITS = 8
 """The length of the prompts' digest in the name of a schedule's run."""
 NAME = re.compile(r"^(?!sessions$)[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")

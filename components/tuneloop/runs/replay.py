@@ -36,8 +36,8 @@ COMPARED = (
     "facts",
 )
 """The fields of manifests in the order in which they are compared: what an artifact was made from
-comes first. They are those of `core/artifacts.py: STATED`, no more and no fewer: of a difference in a
-field that is only there, nothing but "the manifests" is said.
+comes first. They are those of `core/artifacts.py: STATED`, no more and no fewer: of a difference in
+a field that is only there, nothing but "the manifests" is said.
 """
 CONTEXT = 60
 """How many characters before the first difference of two lines are shown."""

@@ -12,8 +12,9 @@ also has state in ``<root>/<run>``, where root is the store if that is a directo
     report.html
 
 Commands, the page, the report and trackers all read a run by `Run`. The curves' names and axes are
-part of what they show: `ui/static/dom.js` has titles for names, `ui/static/run.js` lists those that are
-drawn first, `runs/alarms.py` looks for some, and people's dashboards have the names in trackers.
+part of what they show: `ui/static/dom.js` has titles for names, `ui/static/run.js` lists those that
+are drawn first, `runs/alarms.py` looks for some, and people's dashboards have the names in
+trackers.
 """
 
 import functools
@@ -51,11 +52,11 @@ RECORDING_ROLES: tuple[Role, ...] = (
     "scorer",
     "evaluator",
 )
-"""The roles of `core/artifacts.py: Role` in the order in which their curves are listed. The metrics of
-a stage without a role are no curves."""
+"""The roles of `core/artifacts.py: Role` in the order in which their curves are listed. The metrics
+of a stage without a role are no curves."""
 NO_CURVES = ("step", "mean", "mean_reward", "scored")
-"""Columns of ``metrics.jsonl`` that are not drawn, whatever stage records them: they are an axis, or
-are in the results already.
+"""Columns of ``metrics.jsonl`` that are not drawn, whatever stage records them: they are an axis,
+or are in the results already.
 """
 
 

@@ -30,8 +30,8 @@ class StageStatus:
     """State of a stage, as `status` shows it. `phase`, `progress` and `message` are those of its
     newest pod.
 
-    Its fields are keys of ``status --json`` (docs/commands.md), and `ui/static` reads them. The words of
-    `phase` are known to `ui/static/run.js`.
+    Its fields are keys of ``status --json`` (docs/commands.md), and `ui/static` reads them. The
+    words of `phase` are known to `ui/static/run.js`.
 
     Attributes:
         stage: its task's name in the graph.
@@ -64,8 +64,8 @@ class StageStatus:
         self,
         places: int,
     ) -> tuple[str, ...]:
-        """Return the cells of its row in the table, with seconds to `places` decimal places. The heads
-        of the columns are in `cli/show.py: show_stages` and `cli/watch.py: draw_state`.
+        """Return the cells of its row in the table, with seconds to `places` decimal places. The
+        heads of the columns are in `cli/show.py: show_stages` and `cli/watch.py: draw_state`.
         """
         phase = f"{self.phase} ({self.progress})" if self.progress else self.phase
         seconds = f"{self.seconds:.{places}f}" if self.done or self.seconds else ""

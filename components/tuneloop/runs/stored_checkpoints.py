@@ -22,8 +22,8 @@ SHOWN_VERSIONS = 8
 """Versions that a line lists one by one."""
 MODEL = "model"
 TRAINER = "trainer"
-"""The folders of a checkpoint, as `training/checkpoint.py: write_checkpoint` names them. `runs/committed.py`
-and `runs/delivery.py` have ``model/`` as a text of their own."""
+"""The folders of a checkpoint, as `training/checkpoint.py: write_checkpoint` names them.
+`runs/committed.py` and `runs/delivery.py` have ``model/`` as a text of their own."""
 
 
 @dataclass(frozen=True)

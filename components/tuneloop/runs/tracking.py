@@ -184,8 +184,8 @@ def mirror_store(
 
 
 def find_phase(run: Run, ask_phase: Callable[[str], str] = lambda name: "") -> str:
-    """Return the phase of a run, also of one that is executed elsewhere. `watch`, `track` and sweeps
-    end by it.
+    """Return the phase of a run, also of one that is executed elsewhere. `watch`, `track` and
+    sweeps end by it.
 
     Of such a run it is what `ask_phase` says of its name. Otherwise its artifacts tell: it has
     ``failed`` if a stage says so (as on KFP), has ``succeeded`` once its export is evaluated, and

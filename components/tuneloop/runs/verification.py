@@ -1,7 +1,7 @@
 """Verification of the files that a run has committed, by hashing them again.
 
-`weights verify`, the audit and signatures read files by it; nothing is repaired. It has no test file of
-its own: `tests/unit/runs/test_runs.py` and `test_audit.py`.
+`weights verify`, the audit and signatures read files by it; nothing is repaired. It has no test
+file of its own: `tests/unit/runs/test_runs.py` and `test_audit.py`.
 """
 
 import tempfile
