@@ -232,7 +232,14 @@ def _describe_peak(shapes: Sequence[PodShape]) -> str:
 
 def describe_lock(shapes: Sequence[PodShape], total: Amounts) -> str:
     """Describe how the servers of several runs of this kind can hold all of `total`; empty: they
-    cannot, or only those of many runs.
+    cannot, or only those of many runs (`FEW_RUNS`).
+
+    Args:
+        shapes: the pods of one run.
+        total: what there is, under the keys of `compute_peak`; other keys are ignored.
+
+    Returns:
+        The end of a sentence that begins with the quota, or with the number of nodes.
     """
     servers = compute_peak([shape for shape in shapes if shape.is_server])
     stages = compute_peak([shape for shape in shapes if not shape.is_server])

@@ -72,7 +72,11 @@ does not run yet in `cluster/waiting.py: explain_waiting`, and rights in
 
 
 def read_success(status: JsonMapping) -> bool | None:
-    """Read whether a job succeeded, of whatever kind; None while it is under way."""
+    """Read whether a job succeeded, of whatever kind; None while it is under way.
+
+    ``terminalState`` is a JobSet's, ``jobStatus`` and ``jobDeploymentStatus`` are a RayJob's; a Job
+    and a TrainJob have conditions alone. The words of all kinds are in one set.
+    """
     states = {status.get("terminalState"), status.get("jobStatus")}
     for condition in status.get("conditions", ()):
         if condition["status"] == "True":

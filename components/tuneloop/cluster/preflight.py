@@ -127,7 +127,10 @@ def _find_missing_kinds(cluster: Connection, workflow: JsonMapping) -> Iterator[
 
 
 def _find_missing_rights(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
-    """Check that the account may create the workflow, and the Secret of its servers' token."""
+    """Check that the account may create the workflow, and the Secret of its servers' token.
+
+    These are the objects that `cluster/submit.py: _create` creates.
+    """
     from kubernetes import client
 
     group, _, plural = WORKFLOWS

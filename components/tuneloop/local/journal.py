@@ -144,7 +144,11 @@ class SessionEnd(BaseModel, frozen=True):
 
 
 def read_state(workdir: Path) -> State | None:
-    """Read the state of the run in `workdir`; None when nothing was run there."""
+    """Read the state of the run in `workdir`; None when nothing was run there.
+
+    As long as the journal does not change, `nodes` and `parts` are the same objects as before
+    (`_read_journal` is cached): a caller must not change them.
+    """
     path = workdir / NODES
     # In this order: an executor writes how the run ended, and then unlocks the directory.
     alive = _is_locked(workdir)

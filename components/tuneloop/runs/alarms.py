@@ -27,6 +27,8 @@ equal.
 def find_alarms(curves: Iterable[Curve]) -> list[str]:
     """Return a sentence for each alarm that the curves of a run give, with its iteration and its
     number.
+
+    Curves over optimizer steps, as those of SFT, and those of evaluations give none.
     """
     points_by_name: dict[str, Points] = {}
     for curve in curves:

@@ -175,6 +175,8 @@ def collect_rows(
 ) -> Rows:
     """Collect what some artifacts of a run add to its curves and tables.
 
+    Of artifacts outside the loop there are curves and tables, and neither results nor seconds.
+
     Args:
         run: the run.
         entries: those that were committed since the last call.

@@ -157,6 +157,9 @@ def _find_unused_directory(
 ) -> tuple[str, str] | None:
     """Return the directory that a file belongs to, and why it can be deleted; None for a file in
     use.
+
+    Beside the data of an artifact, files stay, and so do directories with a manifest of their own.
+    A stage that comes to write any other directory there loses it.
     """
     parts = key.split("/")
     if STAGED.fullmatch(parts[-1]):

@@ -31,7 +31,9 @@ class StageStatus:
     newest pod.
 
     Its fields are keys of ``status --json`` (docs/commands.md), and `ui/static` reads them. The
-    words of `phase` are known to `ui/static/run.js`.
+    words of `phase` are known to `ui/static/run.js`. `_describe_stage`, `_describe_cluster_stage`
+    and `kfp/progress.py` each make one: a field that is added has its default where they do not set
+    it.
 
     Attributes:
         stage: its task's name in the graph.
