@@ -4,9 +4,8 @@ room on the nodes.
 Kueue's quota is checked in `tuneloop.cluster.queue_problems`. What is never possible is a problem.
 What may have to wait, or what several runs can lock, is a warning: the cluster may grow.
 
-Problems and warnings have two callers each: `find_capacity_problems` is an entry of
-`cluster/preflight.py: CHECKS`; `find_capacity_warnings` is called by `cluster/submission.py:
-Submission.check` and `cluster/doctor.py: check_argo_capacity`.
+`find_capacity_problems` is an entry of `cluster/preflight.py: CHECKS`; `find_capacity_warnings` is
+called by `cluster/submission.py: Submission.check` and `cluster/doctor.py: check_argo_capacity`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -10,7 +10,7 @@ template and the arguments that follow into an output parameter (`NEXT`), which 
 execute_parts` reads.
 
 `argo/loop.py: build_continue_template` renders the step, with the flags of `main` and the account
-``tuneloop-continue``: each further right that is needed here stands in
+``tuneloop-continue``: each further right that is needed here goes into
 ``manifests/namespaced/accounts.yaml``. `planning/counts.py` finds the step by this module's name.
 """
 

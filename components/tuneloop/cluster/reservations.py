@@ -16,7 +16,7 @@ without any. The exit handler ``end-graph`` always ends the Dynamo graph of a ru
 
 The flags of `main` are rendered by `extensions/sharing/claim_steps.py` and `cluster/graph_end.py`,
 with the accounts ``tuneloop-claims`` and ``tuneloop-graphs``: a further right that is needed here
-stands in ``manifests/namespaced/accounts.yaml`` or ``manifests/admin/namespace/rights.yaml``.
+goes into ``manifests/namespaced/accounts.yaml`` or ``manifests/admin/namespace/rights.yaml``.
 `planning/counts.py` finds the steps by this module's name.
 """
 

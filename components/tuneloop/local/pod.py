@@ -29,9 +29,8 @@ from tuneloop.workflow.pod_hook import MachinePod, list_pod_hooks
 from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_KEY
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
-"""Stages that import no torch: they do not wait for the warm process. No test finds a stage that
-has come to import it and is still named here: such a stage imports it by itself, and only takes
-longer."""
+"""Stages that import no torch: they do not wait for the warm process. A stage that comes to
+import it has to leave this list, else it imports it afresh while the warm process still starts."""
 SHARED = ("/tmp", "/dev/shm")
 """Directories that stay this machine's, also where a template mounts an emptyDir at them."""
 

@@ -1,8 +1,8 @@
 """The executor's side of the processes that start pods: the spawner and the warm process.
 
 The gateway starts its sessions by it, too (`extensions/gateway/processes.py`). It has the other end
-of the protocol that `local/spawn.py` describes: what it sends is read there and in `local/warm.py:
-main`, and a message of theirs that `ProcessServer._receive` does not know is dropped.
+of the protocol that `local/spawn.py` describes: what it sends is read by `serve_requests` there,
+and a message that `ProcessServer._receive` does not know is dropped.
 """
 
 import contextlib

@@ -18,8 +18,8 @@ would. The further modules are imported too.
 What is added to `STAGES` is imported once for all stages of all runs: it must start no thread, and
 must not read the environment when it is imported, unless `is_compatible` compares the variable.
 
-A stage is forked from it only if `is_stage` knows its command; anything else starts as a fresh
-process, without a word. Tests: `tests/local/test_warm.py` and `test_warm_server.py`.
+A program is forked from it only if `is_stage` or `is_server` knows its command; any other starts as
+a fresh process, without a word. Tests: `tests/local/test_warm.py` and `test_warm_server.py`.
 """
 
 import atexit

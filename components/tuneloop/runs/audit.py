@@ -171,10 +171,9 @@ def _was_pruned(run: Run, entry: Entry, checks: Sequence[FileCheck]) -> bool:
     """Return whether retention has deleted files of this artifact, an old checkpoint of the
     loop.
 
-    Both that delete put the mark `PRUNED` beside an artifact before they delete its first file, and
-    leave it there (`training/old_checkpoints.py: prune_checkpoint`, `runs/retention.py:
-    delete_leftovers`). Without the mark, any file but the history that is left makes the others
-    missing.
+    `training/old_checkpoints.py: prune_checkpoint` and `runs/retention.py: delete_leftovers` put
+    the mark `PRUNED` beside an artifact before they delete its first file, and leave it there.
+    Without the mark, an artifact counts as deleted only if nothing but its history is left.
     """
     looped = [checkpoint for checkpoint in run.checkpoints if checkpoint.iteration is not None]
     # The newest checkpoint is never pruned.

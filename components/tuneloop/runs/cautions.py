@@ -12,8 +12,8 @@ FEWEST_ROWS = 20
 """Held-out rows below which a mean is that of single rows: one of them moves it by over 5 %.
 
 `runs/gain.py` refuses to compare two policies on fewer, so a change of it also changes which models
-KFP's gate registers (`kfp/register.py`). `data/sizes.py: FEWEST_ROWS` is independent of it: the rows
-that a file must have for some of them to be held out.
+KFP's gate registers (`kfp/register.py`). `data/sizes.py: FEWEST_ROWS` is independent of it: the
+rows that a file must have for some of them to be held out.
 """
 
 

@@ -75,8 +75,8 @@ def read_scores(reference: str) -> dict[str, float]:
     """Read prompt → score of an evaluation; without those that have no score.
 
     Args:
-        reference: of what the stage `evaluate` has committed: a row of ``samples.parquet``
-            (`formats/rollouts.py: SAMPLES_FILE`) for each prompt.
+        reference: of what the stage `evaluate` has committed. The name of its file is
+            `formats/rollouts.py: SAMPLES_FILE`.
     """
     # A fetched file stays as long as the artifact.
     artifact = Artifact(reference)

@@ -98,11 +98,11 @@ class Candidate:
     """The result of a run that its line may go on from.
 
     Attributes:
-        checkpoint: of the version that the run exports. evaluation: the newest of that version.
+        checkpoint: of the version that the run exports.
+        evaluation: the newest of that version.
         former: the first evaluation of any other version of the run; None without one. Mostly it is
-        of
-            the policy that the run began with; in ``pipelines/dpo.py`` it is of the policy that the
-            demonstrations made.
+            of the policy that the run began with; in ``pipelines/dpo.py`` it is of the policy that
+            the demonstrations made.
     """
 
     checkpoint: Entry

@@ -159,7 +159,7 @@ def _find_unused_directory(
     use.
 
     Beside the data of an artifact, files stay, and so do directories with a manifest of their own.
-    A stage that comes to write any other directory there loses it.
+    Any other directory there is deleted, whatever stage writes it.
     """
     parts = key.split("/")
     if STAGED.fullmatch(parts[-1]):
