@@ -328,6 +328,8 @@ def _find_store_problems(cluster: Connection, workflow: JsonMapping) -> Iterator
 def has_store_keys(scheme: str) -> bool:
     """Return whether this machine has credentials for the store; the pods get theirs from the
     cluster.
+
+    For any scheme but ``s3`` it is taken to have them: a store that it cannot write to is refused.
     """
     return scheme != "s3" or "AWS_ACCESS_KEY_ID" in os.environ
 

@@ -358,7 +358,11 @@ def _list_mains(pod: Any) -> Sequence[Any]:
 def follow_pod(
     cluster: Connection, pod: Any, name: str, follow: bool, lines: SimpleQueue[tuple[str, str]]
 ) -> None:
-    """Put (`name`, line) into `lines` for all that the pod's main container prints."""
+    """Put (`name`, line) into `lines` for all that the pod's main container prints.
+
+    It runs on a thread of its own, and is given its arguments by position: by `PodReaders`, and for
+    the pods of a job by `cluster/launch.py: FollowedJob`.
+    """
     from urllib3.exceptions import HTTPError
 
     try:

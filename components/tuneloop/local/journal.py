@@ -101,7 +101,11 @@ class Node:
 
 @dataclass
 class Workflow:
-    """The run as a whole; `phase` is ``Running``, ``Succeeded``, ``Failed`` or ``Error``."""
+    """The run as a whole; `phase` is ``Running``, ``Succeeded``, ``Failed`` or ``Error``.
+
+    One with the output ``next`` (`workflow/settings.py: NEXT`) goes on in another workflow. It is
+    found by this text here and in `runs/run_record.py: Run.phase`.
+    """
 
     name: str
     phase: str = "Running"

@@ -19,7 +19,9 @@ from tuneloop.runs.run_record import Run
 from tuneloop.runs.summary import format_number, format_results
 
 ATTEMPT = re.compile(r"\((\d+)\)$")
-"""At the end of a pod's name in the graph: which attempt of its stage it is, from 0."""
+"""At the end of a pod's name in the graph: which attempt of its stage it is, from 0. Argo and
+`local/retries.py` write it; `cluster/watch.py: get_pod_stage`, `cluster/waiting.py` and
+`local/execution.py: Execution.get_address` take it off by themselves."""
 COMMITTED_BELOW = re.compile(r"/iterations/(\d+)/[^/@]+$")
 """The end of the URL where a stage of the loop commits its artifact (`runs/committed.py` has the
 layout)."""

@@ -76,7 +76,7 @@ def format_results(
 
 def format_number(value: float | str) -> str:
     """Format a number, or its text, whole or with four significant digits; return an empty string
-    for other text.
+    for other text. `runs/stages.py` and `cli/live.py` tell by that which outputs are numbers.
     """
     try:
         number = float(value)
