@@ -12,6 +12,12 @@ calls that pod and then itself.
 
 Argo replaces ``{{tag}}`` by text, and computes ``{{=expression}}``. Hera formats a term of an
 expression as the latter with ``f"{term:=}"``.
+
+`kfp/loop.py` draws the same loop for Kubeflow Pipelines, and `local/iterations.py` runs it in a
+pod: what an iteration does differently is changed in all three. Names of templates and tasks are
+read elsewhere: `continued` by `cluster/continue_run.py` and forks, `serve` by `cluster/serving.py`,
+`ahead` by `extensions/sharing/colocation.py`. `planning/counts.py` finds the loop by the template
+that calls itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -141,7 +147,8 @@ def call_step(
 
 
 def chain_steps(steps: Sequence[Step], templates: Templates, values: Mapping[str, str]) -> Any:
-    """Create the tasks of `steps`, each after the previous one; return the last."""
+    """Create the tasks of `steps`, each after the previous one, whether it takes its outputs or
+    not; return the last."""
     last: Any = None
     for step in steps:
         task = call_step(step, templates, values)
@@ -280,7 +287,8 @@ def build_turn(loop: Loop, templates: Templates, evaluate_every: int, batch: Any
     """Build the template `turn` of an iteration of an asynchronous loop, which calls the next.
 
     It is given a batch. While it updates on that, it calls the template `batch` for the next one,
-    with the policy that it starts from.
+    with the policy that it starts from. `extensions/sharing/colocation.py` recognizes an
+    asynchronous loop by the task `ahead`.
     """
     batch_names = [output_of(wire) for wire in loop.batch_wires]
     values = build_input_tags(loop.inputs)
@@ -326,6 +334,9 @@ def pod_template(
     cluster: Cluster,
 ) -> Container:
     """Return the template of a pod that runs several iterations.
+
+    `local/iterations.py` parses the flags that are written here; KFP's task of iterations gets the
+    same values another way (`kfp/iterations.py`).
 
     Args:
         loop: the steps.
@@ -408,7 +419,10 @@ def build_continue_template(
     entrypoint: str, arguments: Sequence[str], cluster: Cluster
 ) -> Container:
     """Build the step ``continue``, which starts the run's next workflow at the template
-    `entrypoint`, with these inputs of its own as `arguments`.
+    `entrypoint`. It has inputs of the names `arguments`, and passes their values on.
+
+    `cluster/continue_run.py` parses the flags; `planning/counts.py` recognizes the step by its
+    command.
     """
     args = [
         "--workflow",
@@ -432,7 +446,8 @@ def build_continue_template(
 
 def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> Any:
     """Build the template `part`: one workflow's part of the loop; then the next workflow, or the
-    end of the run. The template `continued`, where the next workflow starts, comes with it.
+    end of the run. The template `continued`, where the next workflow starts, comes with it: it has
+    no `main` before it, so it starts the servers again.
     """
     proceed = build_continue_template(CONTINUED, loop.passed, config.cluster)
     results = g.tasks.loop.outputs.parameters
@@ -505,8 +520,15 @@ def call_loop(
 ) -> None:
     """Evaluate the policy, then loop; to be called inside the main DAG.
 
-    The server boots with the checkpoint `boot` while the loop's policy may still be trained, unless
-    both want the same device.
+    The server boots with the checkpoint `boot` while the loop's first policy may still be trained
+    (as by SFT), unless both use the same device.
+
+    Args:
+        loop: the pipeline's.
+        templates: of its stages and servers, and `part`.
+        config: its settings.
+        boot: the checkpoint that servers boot with.
+        values: what the loop starts from, by the names in its `carry` and `constants`.
     """
     servers, endpoint = call_server(templates, config, boot)
     start: Any = values["policy"].task
