@@ -74,7 +74,7 @@ def build_train_arguments(job: JsonMapping) -> JsonObject:
 
 
 def _build_initializer(parts: JsonMapping) -> Any:
-    """Build the initializers of dataset and model, of which either may be absent."""
+    """Build the initializers of dataset and model; either may be absent."""
     dataset = parts.get("dataset", {}).get("storageUri")
     model = parts.get("model", {}).get("storageUri")
     # The types for Hugging Face take an address of any scheme.

@@ -45,7 +45,7 @@ BOOLEANS = ("y", "n", "Y", "N")
 SOURCES = frozenset(["default", "value", "optional", "raw", "s3", "http", "git"])
 """An input of a template with one of these fields needs no argument from its caller."""
 NO_TEMPLATE = "no such template"
-"""What is said of a call or hook whose template is not in the workflow."""
+"""The message for a call or hook whose template is not in the workflow."""
 
 _WORKFLOW_NAME = re.compile(r"\bworkflow\.(?!outputs\b)[\w.]+")
 _TEXT_CODE = re.compile(r"(?<!asInt\()\blastRetry\.exitCode\s*(==|!=|<|>|in\b|not\b)\s*[\d\[]")

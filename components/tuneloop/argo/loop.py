@@ -111,7 +111,7 @@ def build_last_outputs(terms: JsonMapping) -> list[Parameter]:
         terms: output → its term in this call, if no other one follows.
     """
     following: Any = g.tasks.next
-    # Only a task that ran has outputs; Argo says so by its status.
+    # Only a task that ran has outputs: its status tells it.
     has_run = following.status == "Succeeded"
     outputs: list[Parameter] = []
     for name, term in terms.items():

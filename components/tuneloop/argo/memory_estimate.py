@@ -176,7 +176,7 @@ def is_memory_estimate_complete(pod: PodPlan, model: Model, context: int | None)
         has_limit = bool(pod.number("max_length") or context)
         has_batch = bool(pod.number("per_device_train_batch_size"))
         is_counted = count_adapter_parameters(pod, model) is not None
-        # How another backend spends memory is its own affair.
+        # How much memory another backend takes is not known.
         return has_limit and has_batch and is_counted and pod.backend == NATIVE
     return _only_holds(pod) or context is not None
 
@@ -232,7 +232,7 @@ def _keeps_cache_on_host(pods: Sequence[PodPlan]) -> bool:
 
 
 def _estimate_weights(model: Model, width: int, pods: int = 1) -> Part:
-    """Estimate weights of `width` bytes each, of which each of `pods` holds its share."""
+    """Estimate weights of `width` bytes each, divided equally among `pods` pods."""
     factors = f"{model.parameters:,} parameters × {width} bytes{_describe_pods(pods)}"
     return Part("weights", "weights", factors, model.parameters * width / pods)
 

@@ -120,7 +120,7 @@ def choose_engine_args(draft: Draft, section: str) -> Choice | None:
 def choose_colocation(draft: Draft, section: str) -> Choice | None:
     is_loading = read_kind(draft.get(section, "weights")) == "load"
     is_single = draft.get_count(section, "replicas") == 1
-    # Whoever asks for one of these wants both to run at once.
+    # Both of these settings exclude one GPU for trainer and server (`config/loop.py`).
     is_divided = draft.get("loop", "asynchronous") or draft.get_count("loop", "iterations_per_pod")
     if draft.machine.has_shared_gpu and is_loading and is_single and not is_divided:
         return Choice(True, "trainer and vLLM share the one GPU here")
@@ -137,7 +137,7 @@ def choose_max_length(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_epochs(draft: Draft, section: str) -> Choice | None:
-    # Either ends the stage; the user's own counts.
+    # With epochs, `max_steps` has no effect: the user's own choice of either stands.
     if draft.is_set(section, "max_steps"):
         return None
     return Choice(
@@ -198,7 +198,7 @@ def choose_checkpointing(draft: Draft, section: str) -> Choice | None:
 def choose_micro_batch(draft: Draft, section: str) -> Choice | None:
     stages = list_training(draft, section, "per_device_train_batch_size")
     choices = [choose_stage_batch(draft, stage) for stage in stages]
-    # One number is for all stages: the one that the most demanding of them can take.
+    # The section `trainer` has one number for all stages, so the smallest of their choices counts.
     return min(choices, key=lambda choice: int(choice.value), default=None)
 
 
@@ -304,7 +304,7 @@ def choose_target(draft: Draft, section: str) -> Choice | None:
 def choose_prompts(draft: Draft, section: str) -> Choice | None:
     if not draft.machine.is_cpu:
         return None
-    # Whoever samples more than a batch has thought about its size.
+    # A user who samples more prompts than a batch has chosen its size, too.
     size = draft.get_count(section, "oversampled_prompts")
     return None if size else Choice(8, "fewer than on a GPU")
 
@@ -336,7 +336,7 @@ def choose_total_limit(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_keep_every(draft: Draft, section: str) -> Choice | None:
-    # Whoever sets a limit says which checkpoints stay.
+    # A user who sets a limit has decided which checkpoints stay.
     if draft.is_set(section, "save_total_limit") or not is_pruned(draft):
         return None
     return Choice(10, "the model of iterations 10, 20, 30, … stays")

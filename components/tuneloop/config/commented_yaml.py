@@ -2,7 +2,7 @@
 
 Headings of sections are YAML; each setting is a line that is commented out, with its default. So a
 file as printed changes nothing: a default that follows the base model or the machine goes on to
-follow it. Whoever deletes the ``#`` before a key sets it; its indentation is right then.
+follow it. To set one, delete the ``#`` before its key; its indentation is right then.
 
 `tuneloop schema` prints it, of what `config/listing.py` describes. The tests save such a file,
 delete each mark, and limit the number of settings (`tests/unit/config/test_commented_yaml.py`).
@@ -77,7 +77,7 @@ def format_settings(pipeline: str, described: Section, key: str = "") -> str | N
         lines += format_all(described)
         return "\n".join(lines) + "\n"
     item = described.find(key)
-    # The caller knows how the key was asked for, and refuses it.
+    # The caller refuses the key, as it knows the name of the argument.
     if item is None:
         return None
     parents = key.split(".")[:-1]

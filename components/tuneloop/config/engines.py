@@ -82,7 +82,7 @@ class Engine(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _check_args(self) -> Self:
-        # Options of somebody else's engine are checked in its stage.
+        # Options of a third party's engine are checked in the stage, whose image has it.
         check_args(self.kind, self.args or {}, "args.")
         return self
 
@@ -237,8 +237,8 @@ class VllmEngine(ServingEngine, frozen=True, extra="forbid"):
 
     @property
     def options(self) -> JsonObject:
-        # Whoever sets arguments sets all of them. `deterministic`, `snapshot` and sleep are read by
-        # `inference/engines/vllm.py`; `argo/memory_estimate.py` asks for `snapshot` and
+        # Arguments that are set replace the default ones. `deterministic`, `snapshot` and sleep are
+        # read by `inference/engines/vllm.py`; `argo/memory_estimate.py` asks for `snapshot` and
         # `enable_sleep_mode`, too.
         options = dict(SHORT_CONTEXT if self.args is None else self.args)
         for name in ("deterministic", "snapshot"):

@@ -30,7 +30,7 @@ def configure_values(pipeline: Pipeline, values: JsonMapping) -> BaseModel:
 
 
 def find_explicit_values(pipeline: Pipeline, config: BaseModel) -> JsonObject:
-    """Return a small mapping of values of which `configure_values` makes `config`.
+    """Return a small mapping of values from which `configure_values` makes `config`.
 
     A value that would follow in the same way is left out, also if a user has set it. Each section
     and each value that is set is tried once, by making the configuration without it.

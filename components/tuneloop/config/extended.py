@@ -77,7 +77,7 @@ def extend_class(
     """
     fields: dict[str, Any] = {}
     paths = [key.removeprefix(prefix) for key in added if key.startswith(prefix)]
-    # Two extensions may add a section inside of the same one.
+    # Two extensions may add sections to the same section.
     names = dict.fromkeys(path.partition(".")[0] for path in paths)
     for name in names:
         info = section.model_fields.get(name)
@@ -90,7 +90,7 @@ def extend_class(
             fields[name] = (below | None, Field(None, description=summary))
             continue
         current = find_section(info) if info else None
-        # A pipeline of somebody else's may have no settings of a cluster.
+        # A third party's pipeline may have no settings of a cluster.
         if info is None or current is None:
             continue
         extended = extend_class(current, f"{prefix}{name}.", added)

@@ -95,8 +95,8 @@ class Pipeline:
             sets: ``a.b=value`` each, whose value is parsed as YAML.
             store: where the run will commit, if that is known: a base model ``run://…`` is
                 looked up there, and the settings have its address with the digest.
-            keeps_promoted: ``run://NAME@promoted`` stays in the settings, for runs that each look
-                it up; what follows the model follows the one that it names now.
+            keeps_promoted: ``run://NAME@promoted`` stays in the settings, and each run looks it up
+                when it starts. Settings that follow the model follow the one that is promoted now.
 
         Raises:
             UserError: an unreadable file, a value that is no YAML, an unknown key, a wrong type or
@@ -291,7 +291,7 @@ def read_yaml_documents(field: str, file: Path) -> list[Any]:
 
 
 def _join_lines(text: str) -> str:
-    """Return a message of somebody else's as one line."""
+    """Return the message of a library as one line."""
     return " ".join(text.split())
 
 

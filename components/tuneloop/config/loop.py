@@ -122,7 +122,7 @@ class LoopPipelineConfig(PipelineConfig):
         if not all(isinstance(section, Mapping) for section in sections.values()):
             return values
         evaluate = sections["evaluate"]
-        # A pipeline of somebody else's may evaluate by a stage with other settings.
+        # A third party's pipeline may evaluate by a stage with other settings.
         evaluate_class = find_section(cls.model_fields["evaluate"])
         names = evaluate_class.model_fields if evaluate_class else {}
         inherited: JsonObject = {}

@@ -139,7 +139,7 @@ def read_model_facts(
         revision: of a hub name.
         adapter_base: the model under adapters; None: the one that they name.
         vocab_size: of a tiny model; None: the default of the stage `base_model`.
-        max_position_embeddings: likewise.
+        max_position_embeddings: of a tiny model; None: the default, too.
 
     Raises:
         UserError: a file is not JSON, or the base model of adapters has adapters, too.
@@ -292,7 +292,7 @@ def shape_of(name: str, config: JsonMapping, directory: Path | None) -> Model | 
     Returns:
         The shape, or a line that says why it is not known.
     """
-    # Where a configuration has both names, today's is the one that counts.
+    # If a configuration has both names, today's counts.
     older_values = {key: config[older] for key, older in OLDER_NAMES.items() if older in config}
     config = older_values | dict(config)
     try:

@@ -1,4 +1,4 @@
-"""What a configuration refuses, in one line that names the setting, its value and what is
+"""Messages for what a configuration refuses: one line that names the setting, its value and what is
 possible.
 
 `config/loading.py` (`Pipeline.validate`) calls `explain_refusal`. A key that is renamed goes into
@@ -237,7 +237,7 @@ def find_similar_keys(config: type[BaseModel], setting: str) -> list[str]:
 def describe_kind(chosen: ChosenKind, values: JsonMapping) -> str:
     """Describe the kind of a section with the settings that it has."""
     section = read_section(values, chosen.keys)
-    # The name of somebody else's kind is in what the user wrote alone.
+    # The name of a third party's kind is only in the user's values.
     name = read_kind(section, chosen.kind) if chosen.kind == PLUGIN else chosen.kind
     settings = [key for key in chosen.variants[chosen.kind].model_fields if key != KIND]
     return f"{name}, which has {', '.join(settings) or 'no settings'}"

@@ -102,7 +102,7 @@ def list_unknowns(config: Any, values: JsonMapping) -> list[str]:
 
 
 def list_doubts(config: Any, values: JsonMapping) -> list[str]:
-    """Return lines about settings that work and that a user hardly means: a pretrained model on the
+    """Return lines about settings that work and are probably a mistake: a pretrained model on the
     sums of the demo, where no data is named."""
     if not {"base_model", "data"} <= set(config.model_fields):
         return []

@@ -1,4 +1,5 @@
-"""The classes of a configuration's sections, some of which are one of several by their key `kind`.
+"""The classes of a configuration's sections. Some sections have one of several classes, by their
+key `kind`.
 
 ``engine: {kind: vllm, replicas: 2}`` has the keys of vLLM's class, and ``engine: {kind:
 transformers}`` those of another. A text in place of such a section is its kind, so that
@@ -192,7 +193,7 @@ class Location:
 
 
 def read_section(values: Any, keys: Iterable[str]) -> Any:
-    """Return what the user has set of the section at `keys`; None where that is nothing."""
+    """Return what the user has set of the section at `keys`; None if nothing is set."""
     for key in keys:
         values = values.get(key) if isinstance(values, Mapping) else None
     return values

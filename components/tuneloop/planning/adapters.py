@@ -73,7 +73,7 @@ def may_match(expression: str, modules: Sequence[str], *, is_renamed: bool) -> b
     Args:
         expression: as peft takes it.
         modules: by their names in the model's files.
-        is_renamed: transformers may know the modules by names of which nothing is known here.
+        is_renamed: transformers may give the modules names that are not known here.
     """
     if is_renamed:
         return True
@@ -100,7 +100,7 @@ def list_modules(facts: ModelFacts) -> list[str]:
         try:
             tensors = read_header(path).tensors
         except Corrupt:
-            # Whoever loads the file says so.
+            # The stage that loads the file reports it.
             return []
         for name, tensor in tensors.items():
             # A norm has a weight, too, of one dimension.

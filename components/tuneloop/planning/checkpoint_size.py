@@ -1,6 +1,6 @@
 """What a checkpoint takes in the store.
 
-``model/`` has all weights, in the dtype in which they are saved. ``trainer/`` has the trainer's
+``model/`` has all weights, in the dtype of the setting `save_dtype`. ``trainer/`` has the trainer's
 state of the parameters that are trained, in full precision.
 
 `planning/plan.py` prints it, and `planning/disk.py` adds it up for a run. What is written, and in

@@ -259,8 +259,8 @@ def check_conversations(run: CheckedRun) -> Iterator[UserError]:
     if not delegated:
         return
     for stage in run.pods.list_stages_of(data_prep):
-        # Another backend reads whole conversations as text. The choices, such as a row for each turn,
-        # take effect when tuneloop makes tokens, which it does not read.
+        # The choices take effect when tuneloop makes tokens of conversations. Another backend does
+        # not read these tokens, but the text.
         for name, default in CONVERSATION_CHOICES.items():
             value = stage.parameters.get(name, default)
             if value != default:
@@ -386,7 +386,7 @@ def check_prompt_room(
         model_context: the most tokens that the model takes; None: not known.
         engine_context: the engine's own limit; None: it has none.
     """
-    # The model's own limit is named where both are equal: it is the one that cannot be raised.
+    # If both limits are equal, the model's own is named, which cannot be raised.
     if model_context and (not engine_context or model_context <= int(engine_context)):
         remedy = f"leaves no room for a prompt in the model's context ({model_context}): lower it"
         limit = model_context
@@ -446,7 +446,7 @@ def check_shared_gpu(run: CheckedRun) -> Iterator[UserError]:
     servers = run.pods.servers
     if not servers or not run.machine.has_shared_gpu or run.facts.is_demo:
         return
-    # How the server of another engine takes memory is its own affair.
+    # How the server of another engine takes memory is not known.
     if servers[0].kind != VLLM:
         return
     args = servers[0].engine_args

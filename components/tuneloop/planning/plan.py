@@ -128,7 +128,8 @@ def _draw_table(templates: Mapping[str, JsonMapping], pods: PlannedPods) -> "Tab
 
 
 def _explain_memory(pods: PlannedPods) -> str:
-    """Explain what is said behind the memory of pods in the table."""
+    """Explain the qualifications behind the memory of pods in the table; empty if there are
+    none."""
     loop = pods.plan.loop
     used = {_qualify_memory(pods, pod) for pod in pods.by_template.values()}
     if loop and loop.pod:
@@ -138,7 +139,7 @@ def _explain_memory(pods: PlannedPods) -> str:
 
 
 def _qualify_memory(pods: PlannedPods, pod: PodPlan) -> str:
-    """Return what to say behind a pod's memory: how much of its needs is known."""
+    """Return the qualification of a pod's memory: how much of its needs is known."""
     model = pods.model
     if not isinstance(model, Model):
         return PRESET
