@@ -126,7 +126,7 @@ def call_step(
     """Create a step's task in an iteration.
 
     Args:
-        step: the call.
+        step: the call, of a stage with at least one input artifact.
         templates: that of the step's stage is among them.
         values: of the loop; a wire that is not among them is an output of another task of the
             graph.
@@ -166,7 +166,14 @@ def call_once(
     when: str | None = None,
 ) -> Any:
     """Create the task of a step outside of iterations, committed below the run under the task's
-    name.
+    name. An evaluation there has the iteration 0, as on KFP (`kfp/loop.py: draw`).
+
+    Args:
+        step: the call.
+        templates: that of the step's stage is among them.
+        values: wire → tag, of every wire of the step but ``iteration``.
+        name: of the task.
+        when: the condition on which it runs; None: always.
     """
     arguments = {key: values[wire] for key, wire in step.wires.items() if wire != "iteration"}
     if "iteration" in step.wires.values():
@@ -210,7 +217,8 @@ class IterationParts:
     Attributes:
         loop: its steps.
         templates: those of the stages.
-        values: of the loop, as tags; in an asynchronous loop the batch is among them.
+        values: wire → tag, of the loop's values; in an asynchronous loop also of the batch, which
+            the template gets as inputs.
         reward: the mean reward of the batch that is trained on, as a term.
         evaluate_every: iterations between two evaluations; 0: none.
     """
@@ -306,7 +314,8 @@ def build_turn(loop: Loop, templates: Templates, evaluate_every: int, batch: Any
         update = call_step(loop.trainer, templates, values)
         sampled = build_input_tags(loop.values_of(loop.batch))
         sampled["iteration"] = parts.next_number
-        # It has no edge from the update: both run at the same time.
+        # It has no edge from the update: both run at the same time. `planning/counts.py` counts it
+        # to the next iteration because it has the same condition as `next`.
         ahead = batch(name="ahead", arguments=sampled, when=parts.condition)
         next_batch: dict[str, str] = {}
         for name in batch_names:
@@ -341,8 +350,8 @@ def pod_template(
     Args:
         loop: the steps.
         inputs: of the template; each is a value of the first iteration.
-        outputs: of the template.
-        values: further values of the loop, which stay the same.
+        outputs: of the template, which the program writes under these names.
+        values: name → text of further values of the loop, which stay the same.
         per_pod: iterations; ``auto``: up to all of the workflow's.
         pod: its plan.
         cluster: where it runs.

@@ -71,9 +71,9 @@ def read_limits(loop: LoopConfig) -> JsonObject:
     """Return the settings of a loop that are parameters of its workflow, in snake_case; the
     workflow has them with dashes (``per-workflow``).
 
-    By these names they are read in conditions (`argo/loop.py`), by `planning/counts.py`, by
-    `argo/jobset.py: check_names`, and of a run by `runs/forking.py`, `cli/live.py` and
-    `ui/describe.py`.
+    By these names they are read in conditions (`argo/loop.py`) and by `planning/counts.py`,
+    `argo/jobset.py: check_names`, `runs/forking.py`, `cli/live.py`, `ui/describe.py` and
+    `extensions/sweep/runs.py`. `local/iterations.py` gets them as flags.
     """
     return {
         "iterations": loop.iterations,

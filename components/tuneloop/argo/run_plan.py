@@ -25,9 +25,12 @@ from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import Cluster, ResourceRole
 
 SERVER = "serve"
-"""The template of the rollout servers; of several, also the beginning of their tasks' names."""
+"""The template of the rollout servers; of several, also the beginning of their tasks' names.
+`cluster/serving.py` finds it by this name, which is written out there; the record of starts is
+called so, too (`argo/template.py: server_template`)."""
 POD = "iterations"
-"""The template of a pod that runs iterations; on KFP the task that does (`kfp/loop.py`)."""
+"""The template of a pod that runs iterations; on KFP the task that does (`kfp/loop.py`).
+`argo/loop.py: build_pods` gives the name to its task, and writes it out."""
 
 
 def plan_run(

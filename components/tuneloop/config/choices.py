@@ -54,6 +54,9 @@ STEP_EXAMPLES = 8
 
 
 def choose_dtype(draft: Draft, section: str) -> Choice | None:
+    """Choose the dtype of a stage that trains, or scores with the policy. The engine's own dtype is
+    not
+    chosen: engines take that of the weights."""
     if draft.machine.is_cpu or draft.facts.dtype == "float32":
         return None
     stored = draft.facts.dtype or "not known"
@@ -67,6 +70,9 @@ def choose_chat(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_max_tokens(draft: Draft, section: str) -> Choice | None:
+    """Choose the tokens of a completion. The numbers of `choose_context` and `choose_max_length`
+    are meant for the same models: completions here leave at least half of the context to the
+    prompt."""
     # An evaluation is to measure what the loop trains.
     for sampler in draft.find_sections("rollout"):
         tokens = draft.get_count(sampler, "max_tokens")
@@ -104,6 +110,8 @@ def choose_context(draft: Draft) -> Choice:
 
 
 def choose_engine_args(draft: Draft, section: str) -> Choice | None:
+    """Choose all arguments of a server's engine, where the user sets none; which they are, the
+    class of the engine decides (`ServingEngine.choose_args`)."""
     engine = draft.find_class(section)
     if engine is None or not issubclass(engine, ServingEngine):
         return None
@@ -182,6 +190,8 @@ def list_training(draft: Draft, section: str, setting: str) -> list[str]:
 
 
 def choose_checkpointing(draft: Draft, section: str) -> Choice | None:
+    """Choose gradient checkpointing for large models, and where one example would not fit without
+    it."""
     shape = draft.facts.shape
     if not isinstance(shape, Model):
         return None if draft.machine.is_cpu else Choice(True, "the model's size is not known here")
@@ -196,6 +206,8 @@ def choose_checkpointing(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_micro_batch(draft: Draft, section: str) -> Choice | None:
+    """Choose the examples that a process computes at once. It changes memory and time, and no
+    result."""
     stages = list_training(draft, section, "per_device_train_batch_size")
     choices = [choose_stage_batch(draft, stage) for stage in stages]
     # The section `trainer` has one number for all stages, so the smallest of their choices counts.
@@ -226,6 +238,8 @@ def choose_stage_batch(draft: Draft, section: str) -> Choice:
 
 
 def choose_accumulation(draft: Draft, section: str) -> Choice | None:
+    """Choose the micro-batches of an optimizer step, so that a process has `STEP_EXAMPLES` in it.
+    If the user sets the micro-batch, nothing is chosen."""
     holder = draft.find_holder(section, "per_device_train_batch_size")
     if draft.is_set(holder, "per_device_train_batch_size"):
         return None

@@ -4,9 +4,9 @@ A section that is one of several classes, by its key `kind`, is described as one
 settings comes once, with the kinds that have it and with the text and the default of each kind.
 
 `tuneloop schema` prints it as YAML (`config/commented_yaml.py`). The form of Kubeflow Pipelines
-goes by it, too (`kfp/form.py`, `kfp/configure.py`): a setting that is not described here cannot be
-set for a run there. (`tuneloop schema --json` is pydantic's own schema, with the whole docstrings
-of the classes.)
+goes by it, too (`kfp/form.py`, `kfp/configure.py`): it has only settings that are described here,
+with these texts. (`tuneloop schema --json` is pydantic's own schema, with the whole docstrings of
+the classes.)
 
 The tests are in `tests/unit/config/test_commented_yaml.py`.
 """
