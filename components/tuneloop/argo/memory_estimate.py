@@ -93,7 +93,7 @@ def model_of(pods: Iterable[PodPlan]) -> Model | str:
 
 def facts_of(pods: Iterable[PodPlan]) -> ModelFacts | None:
     """Return what is known of the model of the stage `base_model`; None where there is no such
-    stage.
+    stage. `config/rules.py: read_base_model` reads the same parameters from settings.
     """
     for pod in pods:
         if isinstance(pod, StagePlan) and pod.component is base_model:
@@ -127,8 +127,8 @@ def count_adapter_parameters(stage: StagePlan, model: Model) -> int | None:
 
 
 def count_batch_sequences(stage: StagePlan) -> float | None:
-    """Count the sequences of a rank's step: a pair of preferences has two. None where the batch is
-    not known.
+    """Count the sequences of a rank's micro-batch: a pair of preferences has two
+    (`TrainerOptions.sequences`). None where the batch is not known.
     """
     batch = stage.number("per_device_train_batch_size")
     if not batch:
@@ -338,8 +338,9 @@ def _estimate_sampling(stage: StagePlan, model: Model, context: int | None) -> l
 
 
 def context_of(pods: Iterable[PodPlan]) -> int | None:
-    """Return the maximum tokens of a prompt and its completion in the engine: vLLM's
-    ``max_model_len``.
+    """Return the most tokens of a prompt and its completion in the engine, by its option
+    ``max_model_len``; None if no engine has it. An engine whose option has another name limits
+    nothing here.
     """
     limits: list[int] = []
     for pod in pods:

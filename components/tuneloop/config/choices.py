@@ -70,9 +70,7 @@ def choose_chat(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_max_tokens(draft: Draft, section: str) -> Choice | None:
-    """Choose the tokens of a completion. The numbers of `choose_context` and `choose_max_length`
-    are meant for the same models: completions here leave at least half of the context to the
-    prompt."""
+    """Choose the most tokens of a completion; an evaluation gets those of the rollouts."""
     # An evaluation is to measure what the loop trains.
     for sampler in draft.find_sections("rollout"):
         tokens = draft.get_count(sampler, "max_tokens")

@@ -1,8 +1,8 @@
 """A loop of sampling and training: what samples, when it ends, how workflows and pods divide it,
 and which of its settings exclude one another.
 
-Validators here raise UserError, which is a ValueError, so that pydantic takes it up:
-`config/refusals.py` gets it back as it was.
+Validators here raise UserError. As it is a ValueError, pydantic puts it into its ValidationError,
+from which `core/component.py: convert_validation_error` takes it with its setting and its remedy.
 """
 
 from collections.abc import Mapping

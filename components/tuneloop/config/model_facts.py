@@ -133,6 +133,10 @@ def read_model_facts(
 ) -> ModelFacts:
     """Read what is known of the base model `name`.
 
+    The other arguments are parameters of the stage `base_model`. Two callers collect them: of
+    settings `config/rules.py: read_base_model`, of a plan `argo/memory_estimate.py: facts_of`. A
+    parameter that changes the model's shape or context has to be passed on by both.
+
     Args:
         name: a directory, a hub name, a reference to a model in a store, or a model that is made
             here.
@@ -283,6 +287,10 @@ def find_chat_template(directory: Path) -> bool | None:
 
 def shape_of(name: str, config: JsonMapping, directory: Path | None) -> Model | str:
     """Return the shape of the model that a Hugging Face configuration describes.
+
+    Parameters are counted in the headers of the weights, where these are here. The formula is for
+    Llama's decoders and those that add only biases or norms (`extra`): a family with other weights
+    needs a branch, and a line in `tests/unit/planning/test_plan.py` with its published size.
 
     Args:
         name: the model's.

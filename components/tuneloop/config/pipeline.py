@@ -48,7 +48,7 @@ sets of it without a word.
 PAIRS = {"preference", "preference_eval"}
 """Parameters of `data_prep` that only pipelines which train on pairs have as settings: the others
 leave them out of their section ``data``. `config/refusals.py: MOVED` names the pipeline that has
-them.
+them. (`PAIRS` of `data/tables.py` are the columns of such rows.)
 """
 Nodes = Annotated[
     int,

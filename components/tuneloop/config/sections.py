@@ -25,15 +25,17 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 KIND = "kind"
 """The key of a section that chooses its class."""
 PLUGIN = "plugin"
-"""The tag of the class that a union has for kinds that are not its own."""
+"""The tag of the class that a union has for kinds of third parties."""
 
 
 class PluginSection(BaseModel):
-    """The class that a union has for `PLUGIN`, where kinds of third parties may have their own."""
+    """A class for `PLUGIN` in a union whose third parties may have classes of their own: the
+    engine's."""
 
     @classmethod
     def choose_class(cls, kind: str) -> type[BaseModel]:
-        """Return the class of a section of `kind`, none of the union's; this one by default."""
+        """Return the class of a section of `kind`, which is none of the union's kinds; by default
+        this class."""
         return cls
 
 

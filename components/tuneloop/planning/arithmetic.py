@@ -98,7 +98,7 @@ class Estimator:
         if reasons:
             raise NotEstimated(", and ".join(reasons))
         sequences, length = self._count_trained(stage)
-        # A weight costs two operations forward, two for its input's gradient, two for its own.
+        # A weight costs two operations forward, two for the gradient of its input, two for its own.
         operations = 6
         if stage.parameters.get("gradient_checkpointing") is True:
             operations += 2
