@@ -137,9 +137,9 @@ def jobset_steps(
 
 
 def _build_patch(cluster: Cluster) -> JsonObject:
-    """Build the patch of the pod that watches a JobSet: Argo runs it without the sidecar ``wait``
-    that the workflow's own patch names, and writes to /tmp. `argo/template.py: define_workflow`
-    makes the workflow's own patch.
+    """Build the patch of the pod that watches a JobSet: Argo runs it without a sidecar, and writes
+    to /tmp. Argo applies the workflow's own patch before this one (`argo/template.py:
+    define_workflow`), and that names the sidecar ``wait``, which is deleted here.
 
     Args:
         cluster: where the pod runs.
@@ -155,7 +155,7 @@ def _build_patch(cluster: Cluster) -> JsonObject:
         "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}],
     }
     if cluster.limits:
-        # The workflow's own patch, which gives `init` its limits, does not apply to this pod.
+        # Where every container has limits, `main` and `init` have those of Argo's own containers.
         resources = describe_executor(cluster)
         init["resources"] = resources
     # Argo gives both containers of such a pod a user, which a namespace with a range of users

@@ -43,7 +43,8 @@ IN_PLACE = [
 
 
 def resize_while_asleep(template: Any, asleep: Mapping[str, str]) -> None:
-    """Render what a server needs to request less while it sleeps: a flag, an account, a policy.
+    """Render what a server needs to request less while it sleeps: a flag, an account, a policy. The
+    account replaces that of `cluster.pod.service_account`.
 
     Args:
         template: of the server's pod, a Container of Hera.
