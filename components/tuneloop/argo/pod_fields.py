@@ -161,6 +161,9 @@ def pod_fields(
     if cluster.limits and memory_limit is None:
         # An extension may request less than the pod uses.
         memory_limit = max(resources.memory_request, UNKNOWN, key=parse_resource_quantity)
+    # Variables of the prefix TUNELOOP_NODE go into the manifests of artifacts
+    # (`core/provenance.py`). KFP sets two of these by itself (`kfp/task_pod.py`,
+    # `kfp/template.py`); one machine leaves the image out.
     variables = {
         "TUNELOOP_OUTPUTS": OUTPUTS,
         "TUNELOOP_IMAGE": image_name,
