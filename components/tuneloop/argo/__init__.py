@@ -2,5 +2,8 @@
 what was rendered.
 
 Nothing here runs or submits anything: `local` and `cluster` do. Argo's own fields are described in
-`workflow`.
+`workflow`. A field of Argo that is rendered for the first time has to be in
+`workflow/local_fields.yaml` or `tuneloop run` refuses the workflow. Whatever changes in a rendered
+workflow changes `tests/golden/` and ``manifests/components/pipelines`` (``make golden`` writes
+both). Kubeflow Pipelines draw the same stages by `kfp/`, with plans and pods from here.
 """

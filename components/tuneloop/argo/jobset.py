@@ -6,6 +6,10 @@ JobSet's only job is node i. If one is interrupted, evicted or killed (`tuneloop
 start again from the last resume point; any other failure ends the JobSet. An Argo resource template
 gets neither exit codes nor outputs of what it watches, so the stage runs once more, in one process
 that finds its output committed and reports it.
+
+`argo/template.py: stage_template` calls `jobset_steps` for a stage with ``nodes`` above 1. KFP
+launches JobSets from a task instead: `kfp/stage.py` builds them of `pod_spec`, `ranks_env` and
+`build_jobset`, which `argo/trainjob.py` uses, too.
 """
 
 import json
@@ -42,14 +46,18 @@ if TYPE_CHECKING:
     from hera.workflows import Container, Resource, Steps
 
 PORT = 29500
+"""The port of torchrun's rendezvous in the first pod."""
 JOB = "node"
+"""The only job of a JobSet. It is part of the pods' host names (`ranks_env`, `check_names`)."""
 CONTAINER = "main"
+"""The container of each pod, by which the settings' patches find it (`MAIN` of
+`workflow/pod_settings.py`)."""
 LONGEST = 63
 """Maximum length of a pod's name in JobSet's webhook, including the five characters that identify
 an attempt.
 """
 RESUMED = 99
-"""A run's workflows are numbered; the names have room for this number."""
+"""The largest number of a run's workflow (``RUN-99``) for which `check_names` leaves room."""
 
 
 def read_field(name: str, path: str) -> JsonObject:
@@ -59,10 +67,11 @@ def read_field(name: str, path: str) -> JsonObject:
 
 RENDEZVOUS = read_field("PET_RDZV_ID", "metadata.labels['batch.kubernetes.io/controller-uid']")
 """Variable that is equal in all pods and changes with each restart: it names the data of an
-attempt.
+attempt. `argo/kubeflow_sdk.py` recognizes it by its value, as Trainer's runtimes set it themselves.
 """
 RESTART = read_field(ATTEMPT, "metadata.labels['jobset.sigs.k8s.io/restart-attempt']")
-"""How often the JobSet has started its pods again; a suspension by Kueue does not count."""
+"""Variable with the number of restarts of the JobSet, which `core/attempts.py` reads as the
+attempt; a suspension by Kueue does not count."""
 
 
 def jobset_steps(
@@ -128,8 +137,9 @@ def jobset_steps(
 
 
 def _build_patch(cluster: Cluster) -> JsonObject:
-    """Build the patch of the pod that watches a JobSet: Argo runs it without the sidecar in the
-    workflow's own patch, and writes to /tmp.
+    """Build the patch of the pod that watches a JobSet: Argo runs it without a sidecar, and writes
+    to /tmp. Argo applies the workflow's own patch before this one (`argo/template.py:
+    define_workflow`), and that names the sidecar ``wait``, which is deleted here.
 
     Args:
         cluster: where the pod runs.
@@ -145,7 +155,7 @@ def _build_patch(cluster: Cluster) -> JsonObject:
         "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}],
     }
     if cluster.limits:
-        # The workflow's own patch, which gives `init` its limits, does not apply to this pod.
+        # Where every container has limits, `main` and `init` have those of Argo's own containers.
         resources = describe_executor(cluster)
         init["resources"] = resources
     # Argo gives both containers of such a pod a user, which a namespace with a range of users
@@ -215,6 +225,8 @@ def build_jobset(
         queue: Kueue's labels of the JobSet, as in `Cluster.build_queue_labels`.
         stage: what `tuneloop cluster logs` calls the pods; empty: `name`.
         settings: what labels and annotations the pods have besides.
+
+    Which exit codes start all pods again is `RETRIED_CODES` of `core/ends.py`.
     """
     annotations = {"workflows.argoproj.io/node-name": stage or name}
     pod_labels = dict(labels or {})
@@ -275,7 +287,8 @@ def build_pod_metadata(
 def check_names(workflow: JsonMapping, run: str) -> None:
     """Check that a run's name gives valid host names to the pods of its JobSets.
 
-    An invalid one would only show when they start.
+    An invalid one would only show when they start. The tags that `jobset_steps` writes into a name
+    are replaced by long values here: a further tag needs one, too.
 
     Raises:
         UserError: the name begins with a digit, or is too long.
@@ -310,7 +323,7 @@ def check_names(workflow: JsonMapping, run: str) -> None:
 
 def ranks_env(name: str, nodes: int, processes: int) -> list[JsonObject]:
     """Build torchrun's ``PET_*`` variables in the pods of the JobSet `name`: a rendezvous at the
-    first.
+    first. `argo/trainjob.py: as_job` replaces two of them for a pod without a JobSet.
     """
     rank = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return [
@@ -335,7 +348,9 @@ def pod_spec(
     resources: PodResources | None = None,
 ) -> JsonObject:
     """Build a pod object for Kubernetes, with the same fields as a stage's pod in
-    `tuneloop.argo.template`.
+    `tuneloop.argo.template`. Argo is not there to put the fields of a template into a pod: each key
+    of `argo/pod_fields.py: pod_fields` that a pod needs is copied here by its name, and any other
+    is left out.
 
     Args:
         image: the logical one: base, trainer, rollout or ray.
@@ -347,8 +362,8 @@ def pod_spec(
         resources: what the pod requests; None: what its role does.
 
     Raises:
-        UserError: the pod should share devices with other runs, as each pod would request its lease
-            by itself, or have more memory after the first attempt.
+        UserError: the settings share devices between runs, since each pod would request a lease by
+            itself; or they give a pod more memory after the first attempt.
     """
     # A pod that computes nothing uses no device.
     if role != "cpu":

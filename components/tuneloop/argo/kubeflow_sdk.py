@@ -6,6 +6,10 @@
 
 The cluster needs Kubeflow Trainer 2.2 or later. The labels, node selector and tolerations of the
 pods are a patch of the runtime there; Trainer 2.1 does not know this field and ignores it.
+
+Users call it from their own programs; nothing in tuneloop does. It reads the TrainJob field by
+field: what `argo/trainjob.py: as_trainjob` states in a further field is lost unless it is read
+here. `tests/unit/argo/test_kubeflow_sdk.py` needs the extra ``kubeflow``.
 """
 
 from typing import Any
@@ -70,7 +74,7 @@ def build_train_arguments(job: JsonMapping) -> JsonObject:
 
 
 def _build_initializer(parts: JsonMapping) -> Any:
-    """Build the initializers of dataset and model, of which either may be absent."""
+    """Build the initializers of dataset and model; either may be absent."""
     dataset = parts.get("dataset", {}).get("storageUri")
     model = parts.get("model", {}).get("storageUri")
     # The types for Hugging Face take an address of any scheme.

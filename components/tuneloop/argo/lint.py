@@ -2,7 +2,13 @@
 
 ``argo lint --offline`` checks the syntax. These rules add names that Argo or Kubernetes refuse,
 fields that our pods must have, expressions, bounds of recursions, and outputs that a skipped task
-lacks.
+lacks. Problems of pods are looked for in templates with a container or a script: a JobSet in a
+resource template, sidecars and init containers are not examined. Extensions add rules
+(`PodHook.find_errors`).
+
+`tuneloop lint` prints all problems, and `run` refuses the first (`cli/checks.py`). A rule is a
+function here and a line of `RULES` in `tests/unit/argo/test_lint.py`; every shipped pipeline has to
+pass it.
 """
 
 import re
@@ -32,12 +38,14 @@ LONGEST_WORKFLOW = 63
 SUFFIX_LENGTH = 5
 """Characters that Kubernetes adds to `generateName`."""
 REFERENCE = re.compile(r"\btasks\.([a-zA-Z0-9][\w-]*)\.|\btasks\['([^']+)'\]")
-"""A task whose result a tag or a condition takes, in either notation."""
+"""A task whose result a tag or a condition takes, in either notation: ``tasks.NAME.`` or
+``tasks['NAME']``, as `argo/tasks.py: build_term` writes them."""
 BOOLEANS = ("y", "n", "Y", "N")
 """Names that YAML 1.1 reads as booleans. PyYAML writes them without quotes all the same."""
 SOURCES = frozenset(["default", "value", "optional", "raw", "s3", "http", "git"])
-"""Fields of an input that does without an argument."""
+"""An input of a template with one of these fields needs no argument from its caller."""
 NO_TEMPLATE = "no such template"
+"""The message for a call or hook whose template is not in the workflow."""
 
 _WORKFLOW_NAME = re.compile(r"\bworkflow\.(?!outputs\b)[\w.]+")
 _TEXT_CODE = re.compile(r"(?<!asInt\()\blastRetry\.exitCode\s*(==|!=|<|>|in\b|not\b)\s*[\d\[]")
@@ -234,7 +242,11 @@ def _check_call(field: str, call: JsonMapping, templates: Templates) -> Iterator
 
 
 def _check_pod(field: str, template: JsonMapping) -> Iterator[UserError]:
-    """Find what a pod lacks to be admitted, retried and started with the same program again."""
+    """Find what a pod lacks to be admitted, retried and started with the same program again.
+
+    A limit counts as an accelerator if its name contains ``gpu``: a device of another name is not
+    examined for the queue's label.
+    """
     container = template.get("container") or template["script"]
     resources = container.get("resources") or {}
     if not resources.get("requests"):

@@ -12,6 +12,12 @@ calls that pod and then itself.
 
 Argo replaces ``{{tag}}`` by text, and computes ``{{=expression}}``. Hera formats a term of an
 expression as the latter with ``f"{term:=}"``.
+
+`kfp/loop.py` draws the same loop for Kubeflow Pipelines, and `local/iterations.py` runs it in a
+pod: what an iteration does differently is changed in all three. Names of templates and tasks are
+read elsewhere: `continued` by `cluster/continue_run.py` and forks, `serve` by `cluster/serving.py`,
+`ahead` by `extensions/sharing/colocation.py`. `planning/counts.py` finds the loop by the template
+that calls itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,7 +111,7 @@ def build_last_outputs(terms: JsonMapping) -> list[Parameter]:
         terms: output → its term in this call, if no other one follows.
     """
     following: Any = g.tasks.next
-    # Only a task that ran has outputs; Argo says so by its status.
+    # Only a task that ran has outputs: its status tells it.
     has_run = following.status == "Succeeded"
     outputs: list[Parameter] = []
     for name, term in terms.items():
@@ -120,7 +126,7 @@ def call_step(
     """Create a step's task in an iteration.
 
     Args:
-        step: the call.
+        step: the call, of a stage with at least one input artifact.
         templates: that of the step's stage is among them.
         values: of the loop; a wire that is not among them is an output of another task of the
             graph.
@@ -141,7 +147,8 @@ def call_step(
 
 
 def chain_steps(steps: Sequence[Step], templates: Templates, values: Mapping[str, str]) -> Any:
-    """Create the tasks of `steps`, each after the previous one; return the last."""
+    """Create the tasks of `steps`, each after the previous one, whether it takes its outputs or
+    not; return the last."""
     last: Any = None
     for step in steps:
         task = call_step(step, templates, values)
@@ -159,7 +166,14 @@ def call_once(
     when: str | None = None,
 ) -> Any:
     """Create the task of a step outside of iterations, committed below the run under the task's
-    name.
+    name. An evaluation there has the iteration 0, as on KFP (`kfp/loop.py: draw`).
+
+    Args:
+        step: the call.
+        templates: that of the step's stage is among them.
+        values: wire → tag, of every wire of the step but ``iteration``.
+        name: of the task.
+        when: the condition on which it runs; None: always.
     """
     arguments = {key: values[wire] for key, wire in step.wires.items() if wire != "iteration"}
     if "iteration" in step.wires.values():
@@ -203,7 +217,8 @@ class IterationParts:
     Attributes:
         loop: its steps.
         templates: those of the stages.
-        values: of the loop, as tags; in an asynchronous loop the batch is among them.
+        values: wire → tag, of the loop's values; in an asynchronous loop also of the batch, which
+            the template gets as inputs.
         reward: the mean reward of the batch that is trained on, as a term.
         evaluate_every: iterations between two evaluations; 0: none.
     """
@@ -280,7 +295,8 @@ def build_turn(loop: Loop, templates: Templates, evaluate_every: int, batch: Any
     """Build the template `turn` of an iteration of an asynchronous loop, which calls the next.
 
     It is given a batch. While it updates on that, it calls the template `batch` for the next one,
-    with the policy that it starts from.
+    with the policy that it starts from. `extensions/sharing/colocation.py` recognizes an
+    asynchronous loop by the task `ahead`.
     """
     batch_names = [output_of(wire) for wire in loop.batch_wires]
     values = build_input_tags(loop.inputs)
@@ -298,7 +314,8 @@ def build_turn(loop: Loop, templates: Templates, evaluate_every: int, batch: Any
         update = call_step(loop.trainer, templates, values)
         sampled = build_input_tags(loop.values_of(loop.batch))
         sampled["iteration"] = parts.next_number
-        # It has no edge from the update: both run at the same time.
+        # It has no edge from the update: both run at the same time. `planning/counts.py` counts it
+        # to the next iteration because it has the same condition as `next`.
         ahead = batch(name="ahead", arguments=sampled, when=parts.condition)
         next_batch: dict[str, str] = {}
         for name in batch_names:
@@ -327,11 +344,14 @@ def pod_template(
 ) -> Container:
     """Return the template of a pod that runs several iterations.
 
+    `local/iterations.py` parses the flags that are written here; KFP's task of iterations gets the
+    same values another way (`kfp/iterations.py`).
+
     Args:
         loop: the steps.
         inputs: of the template; each is a value of the first iteration.
-        outputs: of the template.
-        values: further values of the loop, which stay the same.
+        outputs: of the template, which the program writes under these names.
+        values: name → text of further values of the loop, which stay the same.
         per_pod: iterations; ``auto``: up to all of the workflow's.
         pod: its plan.
         cluster: where it runs.
@@ -408,7 +428,10 @@ def build_continue_template(
     entrypoint: str, arguments: Sequence[str], cluster: Cluster
 ) -> Container:
     """Build the step ``continue``, which starts the run's next workflow at the template
-    `entrypoint`, with these inputs of its own as `arguments`.
+    `entrypoint`. It has inputs of the names `arguments`, and passes their values on.
+
+    `cluster/continue_run.py` parses the flags; `planning/counts.py` recognizes the step by its
+    command.
     """
     args = [
         "--workflow",
@@ -432,7 +455,8 @@ def build_continue_template(
 
 def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> Any:
     """Build the template `part`: one workflow's part of the loop; then the next workflow, or the
-    end of the run. The template `continued`, where the next workflow starts, comes with it.
+    end of the run. The template `continued`, where the next workflow starts, comes with it: it has
+    no `main` before it, so it starts the servers again.
     """
     proceed = build_continue_template(CONTINUED, loop.passed, config.cluster)
     results = g.tasks.loop.outputs.parameters
@@ -505,8 +529,15 @@ def call_loop(
 ) -> None:
     """Evaluate the policy, then loop; to be called inside the main DAG.
 
-    The server boots with the checkpoint `boot` while the loop's policy may still be trained, unless
-    both want the same device.
+    The server boots with the checkpoint `boot` while the loop's first policy may still be trained
+    (as by SFT), unless both use the same device.
+
+    Args:
+        loop: the pipeline's.
+        templates: of its stages and servers, and `part`.
+        config: its settings.
+        boot: the checkpoint that servers boot with.
+        values: what the loop starts from, by the names in its `carry` and `constants`.
     """
     servers, endpoint = call_server(templates, config, boot)
     start: Any = values["policy"].task

@@ -9,6 +9,13 @@ token: 2 × layers × KV heads × head size × bytes a number.
 On a CPU, and for a server with `engine.snapshot`, a pod requests this memory and that of its
 programs (`compute_memory_request`). With a GPU, which holds these, it requests memory for its
 programs, and one copy of weights and optimizer state on their way from or to the store.
+
+Readers beside the rendering: `planning/` (`plan`, `limits`, what a checkpoint takes) and
+`kfp/task_plan.py: _estimate_memory`. What is estimated of a stage goes by its role and its
+parameters: a stage of another role, or an option that takes memory, is not counted until it has a
+part here, and `is_memory_estimate_complete` must not promise a limit for it, which would kill the
+pod. Tests: `tests/unit/argo/test_memory.py`, `tests/unit/planning/test_plan.py`,
+`tests/unit/training/test_lora.py`.
 """
 
 import math
@@ -33,23 +40,29 @@ from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import UNKNOWN, Cluster
 
 CPU_POOL = 1 << 30
-"""Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
+"""Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise: the number is
+set in `inference/engines/_vllm_start.py`."""
 SERVER_PROGRAM = 3 << 30
-"""Bytes of vLLM's server without its model: it ran in 4 GiB with its KV cache."""
+"""Bytes of vLLM's server without its model: it ran in 4 GiB with its KV cache. With `CPU_POOL` it
+is `SERVER_BYTES` of `config/choices.py`."""
 GPU_PROGRAM = 8 << 30
 """Bytes of any process with a GPU, for CUDA's libraries and pinned buffers; not measured."""
 TORCH_PROGRAM = 1 << 30
 """Bytes of a process with torch: a peak of 0.5 GiB on a CPU, plus a reserve."""
 STEP = 1 << 28
-"""Memory is requested in multiples of this."""
+"""Bytes (256 MiB). Memory is requested in multiples of this."""
 SEQUENCES = 256
-"""Sequences that vLLM computes at once at most, unless told otherwise (its ``max_num_seqs``)."""
+"""Sequences that vLLM computes at once at most, unless told otherwise (its ``max_num_seqs``). That
+of `inference/engines/transformers.py: Transformers` has the same default. `planning/arithmetic.py`
+reads it, too."""
 Pod = TypeVar("Pod", bound=PodPlan)
 
 
 PartKind = Literal["weights", "activations", "logits", "kv_cache"]
 """What the bytes of a `Part` are. Weights are also those that are trained, with their gradients and
-the optimizer's moments."""
+the optimizer's moments. Of a pod with a GPU only weights count for its host memory
+(`compute_memory_request`). A further kind needs a setting in `planning/limits.py: name_largest`,
+which otherwise names the base model."""
 
 
 class Part(NamedTuple):
@@ -80,7 +93,7 @@ def model_of(pods: Iterable[PodPlan]) -> Model | str:
 
 def facts_of(pods: Iterable[PodPlan]) -> ModelFacts | None:
     """Return what is known of the model of the stage `base_model`; None where there is no such
-    stage.
+    stage. `config/rules.py: read_base_model` reads the same parameters from settings.
     """
     for pod in pods:
         if isinstance(pod, StagePlan) and pod.component is base_model:
@@ -114,8 +127,8 @@ def count_adapter_parameters(stage: StagePlan, model: Model) -> int | None:
 
 
 def count_batch_sequences(stage: StagePlan) -> float | None:
-    """Count the sequences of a rank's step: a pair of preferences has two. None where the batch is
-    not known.
+    """Count the sequences of a rank's micro-batch: a pair of preferences has two
+    (`TrainerOptions.sequences`). None where the batch is not known.
     """
     batch = stage.number("per_device_train_batch_size")
     if not batch:
@@ -129,7 +142,8 @@ def count_batch_sequences(stage: StagePlan) -> float | None:
 
 
 def estimate_memory_parts(pod: PodPlan, model: Model, context: int | None) -> list[Part]:
-    """Estimate the parts of a pod's memory that follow from the model.
+    """Estimate the parts of a pod's memory that follow from the model; none for a pod of another
+    kind than those that are named here.
 
     Args:
         pod: of a stage or a server.
@@ -151,7 +165,7 @@ def estimate_memory_parts(pod: PodPlan, model: Model, context: int | None) -> li
 
 def is_memory_estimate_complete(pod: PodPlan, model: Model, context: int | None) -> bool:
     """Return whether `estimate_memory_parts` covers all parts, which needs a limit on the length of
-    sequences.
+    sequences. Only then the estimate becomes the limit of a pod (`_request_memory`).
     """
     if isinstance(pod, ServerPlan):
         # What the server of another engine takes was not measured.
@@ -162,14 +176,14 @@ def is_memory_estimate_complete(pod: PodPlan, model: Model, context: int | None)
         has_limit = bool(pod.number("max_length") or context)
         has_batch = bool(pod.number("per_device_train_batch_size"))
         is_counted = count_adapter_parameters(pod, model) is not None
-        # How another backend spends memory is its own affair.
+        # How much memory another backend takes is not known.
         return has_limit and has_batch and is_counted and pod.backend == NATIVE
     return _only_holds(pod) or context is not None
 
 
 def _only_holds(stage: StagePlan) -> bool:
-    """Say whether a stage needs little memory besides a model's weights: it computes with torch,
-    but does not train.
+    """Say whether a stage needs little memory besides a model's weights: it has the image
+    ``trainer`` but does not train, as `base_model` and `reference_logprobs`.
     """
     component = stage.component
     return component is not None and component.image == "trainer" and stage.role != "trainer"
@@ -218,7 +232,7 @@ def _keeps_cache_on_host(pods: Sequence[PodPlan]) -> bool:
 
 
 def _estimate_weights(model: Model, width: int, pods: int = 1) -> Part:
-    """Estimate weights of `width` bytes each, of which each of `pods` holds its share."""
+    """Estimate weights of `width` bytes each, divided equally among `pods` pods."""
     factors = f"{model.parameters:,} parameters × {width} bytes{_describe_pods(pods)}"
     return Part("weights", "weights", factors, model.parameters * width / pods)
 
@@ -324,8 +338,9 @@ def _estimate_sampling(stage: StagePlan, model: Model, context: int | None) -> l
 
 
 def context_of(pods: Iterable[PodPlan]) -> int | None:
-    """Return the maximum tokens of a prompt and its completion in the engine: vLLM's
-    ``max_model_len``.
+    """Return the most tokens of a prompt and its completion in the engine, by its option
+    ``max_model_len``; None if no engine has it. An engine whose option has another name limits
+    nothing here.
     """
     limits: list[int] = []
     for pod in pods:
@@ -336,7 +351,7 @@ def context_of(pods: Iterable[PodPlan]) -> int | None:
 
 def plan_memory(plan: RunPlan, cluster: Cluster) -> RunPlan:
     """Return the plan with the memory of pods that have no limit yet, since the memory of their
-    role is ``auto``.
+    role is ``auto``. `kfp/task_plan.py: _estimate_memory` does this for the tasks of KFP.
 
     Request and limit are set to the estimate. If the estimate is incomplete, only the request is
     set, and if there is none, neither is, since a guess must not kill a pod.

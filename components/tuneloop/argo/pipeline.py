@@ -1,5 +1,8 @@
 """A pipeline as an Argo Workflow: a template for each of its stages, and the graph `main` that calls
 them.
+
+`kfp/pipeline.py` is the counterpart for Kubeflow Pipelines: a method of `Tasks` here is one there,
+as both are a `Graph` (`workflow/loop.py`) to the file of a pipeline.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +68,13 @@ def build_workflow(
 
 
 def read_limits(loop: LoopConfig) -> JsonObject:
-    """Return the settings of a loop that are parameters of its workflow."""
+    """Return the settings of a loop that are parameters of its workflow, in snake_case; the
+    workflow has them with dashes (``per-workflow``).
+
+    By these names they are read in conditions (`argo/loop.py`) and by `planning/counts.py`,
+    `argo/jobset.py: check_names`, `runs/forking.py`, `cli/live.py`, `ui/describe.py` and
+    `extensions/sweep/runs.py`. `local/iterations.py` gets them as flags.
+    """
     return {
         "iterations": loop.iterations,
         "per_workflow": loop.per_workflow,
@@ -77,7 +86,7 @@ def build_templates(
     plan: RunPlan, config: Any, specs: Sequence[StageSpec], loop: Loop | None
 ) -> JsonObject:
     """Build the templates: each stage that has a pod of its own, the rollout server before the
-    loop's stages, and the loop after them.
+    loop's stages, and the loop after them. Hera writes them in the order in which they are made.
 
     Args:
         plan: what the pipeline runs.

@@ -1,4 +1,11 @@
-"""Fields of every tuneloop pod: image, store, scratch disk, requests, permissions, and its retries."""
+"""Fields of every tuneloop pod: image, store, scratch disk, requests, permissions, and its retries.
+
+They are keyword arguments of Hera's `Container`. Two other renderers state pods on their own and
+take only some constants and functions from here, so a field that is added here is added there, too,
+if it is for all pods: `argo/jobset.py: pod_spec` (pods of JobSets, Jobs, Ray) and `kfp/task_pod.py`
+(tasks of KFP). `tests/unit/argo/test_pods.py` and `tests/unit/kfp/test_task_pod.py` compare what
+the settings say.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,25 +45,31 @@ from tuneloop.workflow.strategic_merge import merge_patches
 SCRATCH = "/tmp"
 SHM = "/dev/shm"
 OUTPUTS = f"{SCRATCH}/tuneloop/outputs"
+"""Where a pod writes its output parameters, a file each (`core/program.py: write_outputs`)."""
 CLAIM = "/store"
 """Where `Cluster.claim` is mounted."""
 TOKENS = "/run/tuneloop/server-token"
 """Where the Secret `TOKEN_SECRET` is mounted."""
 PLAIN = ("AWS_ENDPOINT_URL", "AWS_REGION")
-"""The settings in the ConfigMap."""
+"""The settings of the store in the ConfigMap `STORE`. On Argo and in JobSets a pod gets all keys of
+the two objects; a task of KFP gets only those that are named here and in `SECRET`
+(`kfp/task_pod.py`). `cluster/doctor.py` looks for them."""
 SECRET = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-"""The settings in the Secret."""
+"""The settings of the store in the Secret `STORE`."""
 PAUSE = "10s"
-"""Pause between attempts. It is constant: ``duration * factor^n`` in 64-bit nanoseconds overflows
-after some thirty attempts (Argo's ``processNodeRetries``). There is no ``maxDuration``, which
-counts from the start of the first attempt.
+"""Pause between attempts, with its unit. It is constant: ``duration * factor^n`` in 64-bit
+nanoseconds overflows after some thirty attempts (Argo's ``processNodeRetries``). There is no
+``maxDuration``, which counts from the start of the first attempt.
 """
 LIMIT = 1000
-"""Limit of attempts, for pods that end before they can count them (`tuneloop.core.attempts`): four
-preemptions an hour for ten days. The controller only respects the pause if there is a limit.
+"""Maximum number of attempts, for pods that end before they can count them
+(`tuneloop.core.attempts`): four preemptions an hour for ten days. The controller only respects the
+pause if there is a limit.
 """
 SMALL = {"cpu": "50m", "memory": "256Mi", "memory_on_retry": ""}
-"""Resources of a pod that only talks to the API server."""
+"""Resources of a pod that only talks to the API server: fields of `Resources`
+(`workflow/settings.py`). Small tasks of KFP have them, too. `memory_on_retry` is stated so that
+what ``cluster.cpu`` sets for stages does not hold for these."""
 EXECUTOR = {"requests": {"cpu": "10m", "memory": "64Mi"}}
 """Resources of Argo's own containers in a pod."""
 EXECUTOR_LIMITS = {"cpu": "500m", "memory": "256Mi"}
@@ -72,7 +85,9 @@ TOKEN_SOURCES: list[JsonObject] = [
         }
     },
 ]
-"""Files of a projected volume with the token of a pod's account."""
+"""Sources of a projected volume with the token of a pod's account, as Kubernetes mounts it by
+itself: for a pod in which only one container is to have it (`argo/resize.py`, and the sidecar in
+`extensions/sharing/lease_sidecar.py`)."""
 
 
 def read_engine(component: Component, parameters: JsonMapping) -> Capabilities | None:
@@ -91,6 +106,8 @@ def find_role(
     component: Component, parameters: JsonMapping, wired: Iterable[str] = ()
 ) -> ResourceRole:
     """Find the resource role of a stage's pod: cpu, if it only calls a server.
+
+    `kfp/stage.py` asks it for JobSets, and `tests/component_pages.py` for docs/components.
 
     Args:
         component: the stage.
@@ -125,7 +142,10 @@ def pod_fields(
     image: str, role: ResourceRole, cluster: Cluster, resources: PodResources | None = None
 ) -> JsonObject:
     """Return the fields of every tuneloop pod: image, access to the store, disks, requests,
-    placement, no rights.
+    placement. It has no rights at the API server.
+
+    Variables whose names begin with ``TUNELOOP_`` cannot be set by users (`OWN_VARIABLES` of
+    `workflow/pod_settings.py`).
 
     Args:
         image: the logical one: base, trainer, rollout or ray.
@@ -141,6 +161,9 @@ def pod_fields(
     if cluster.limits and memory_limit is None:
         # An extension may request less than the pod uses.
         memory_limit = max(resources.memory_request, UNKNOWN, key=parse_resource_quantity)
+    # Variables of the prefix TUNELOOP_NODE go into the manifests of artifacts
+    # (`core/provenance.py`). KFP sets two of these by itself (`kfp/task_pod.py`,
+    # `kfp/template.py`); one machine leaves the image out.
     variables = {
         "TUNELOOP_OUTPUTS": OUTPUTS,
         "TUNELOOP_IMAGE": image_name,
@@ -192,7 +215,8 @@ def _build_volumes(cluster: Cluster, shared_memory: str, secret_mode: int) -> li
 
 def mount_token(template: Any, cluster: Cluster, role: ResourceRole) -> None:
     """Mount the token of the workflow's servers as a file into a template's pod, if `submit` has
-    created one.
+    created one (`TOKEN_SECRET`). `cluster/serving.py` removes what names `TOKENS` from servers that
+    outlive a run.
 
     Args:
         template: of the pod.
@@ -223,7 +247,8 @@ def _mount_secret(name: str, secret: str, path: str, mode: int) -> Any:
 
 
 def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
-    """Return how a pod of a role is admitted, where it may run, and how it is ended."""
+    """Return how a pod of a role is admitted, where it may run, and how it is ended, with what
+    extensions and the settings say of it."""
     from hera.workflows.models import Affinity
 
     resources = cluster.resources(role)
@@ -320,6 +345,9 @@ def place_fields(resources: Resources) -> JsonObject:
 def retry_fields(expression: str = RETRY_STAGE) -> JsonObject:
     """Return the fields by which a tuneloop pod is started again, depending on the class of its
     end.
+
+    Args:
+        expression: one of the ``RETRY_…`` conditions that `core/ends.py` makes of its table.
     """
     from hera.workflows import RetryPolicy, RetryStrategy, models
 
@@ -334,7 +362,8 @@ def retry_fields(expression: str = RETRY_STAGE) -> JsonObject:
 
 
 def step_fields(account: str, cluster: Cluster) -> JsonObject:
-    """Return the fields of a small step that calls the API server with a service account."""
+    """Return the fields of a small step that calls the API server with a service account. The
+    account and its role are in ``manifests/``, which `tests/unit/test_manifests.py` checks."""
     fields = pod_fields("base", "cpu", cluster.adjust_role("cpu", **SMALL))
     fields |= {"service_account_name": account, "automount_service_account_token": True}
     return fields | retry_fields(RETRY_STEP)
@@ -358,6 +387,9 @@ def retried_pod_fields(
         expression: Argo's condition on which the pod is started again.
         env: further variables of the container, as Hera's objects.
         resources: what the pod requests; None: what its role does.
+
+    With `memory_on_retry` the limit of the first attempt is what the role sets, and not
+    `resources`: the settings refuse it where the limit is estimated.
     """
     from hera.workflows.models import EnvVar
 

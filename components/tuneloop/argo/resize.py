@@ -7,6 +7,9 @@ That manifest's policy lets a pod change its own requests, and nothing else. Kue
 whose requests are no longer those that it admitted. It does not compare them if the pod is in a
 group: there it compares a hash that was written when the pod was created. A queued server is
 therefore a group of one pod.
+
+`argo/template.py: server_template` calls it. `tests/unit/argo/test_resize.py` tests it with the
+manifest, and `tests/cluster/test_resize.py` on a cluster.
 """
 
 from collections.abc import Mapping
@@ -21,7 +24,9 @@ from tuneloop.kube.resize import ACCOUNT_FILES, CONTAINER
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 ACCOUNT = "tuneloop-resize"
+"""The service account of ``manifests/components/resize``."""
 FLAG = "--asleep"
+"""The flag of `inference/server.py`, which gives its value to `kube/resize.py: PodResizer`."""
 GROUP = "kueue.x-k8s.io/pod-group-name"
 GROUP_OF_ONE = {
     "kueue.x-k8s.io/pod-group-total-count": "1",
@@ -38,7 +43,8 @@ IN_PLACE = [
 
 
 def resize_while_asleep(template: Any, asleep: Mapping[str, str]) -> None:
-    """Render what a server needs to request less while it sleeps: a flag, an account, a policy.
+    """Render what a server needs to request less while it sleeps: a flag, an account, a policy. The
+    account replaces that of `cluster.pod.service_account`.
 
     Args:
         template: of the server's pod, a Container of Hera.

@@ -1,5 +1,9 @@
 """Plan what a pipeline's workflow runs, from its settings and its stages
 (`tuneloop.workflow.plan`).
+
+`argo/template.py` and `argo/loop.py` render the plan. `kfp/task_plan.py` plans the tasks of
+Kubeflow Pipelines by functions of this module, and `planning/` reads the plan that a workflow
+carries. `tests/unit/workflow/test_plan.py` compares plans with what is rendered.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,9 +25,12 @@ from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import Cluster, ResourceRole
 
 SERVER = "serve"
-"""The template of the rollout servers."""
+"""The template of the rollout servers; of several, also the beginning of their tasks' names.
+`cluster/serving.py` finds it by this name, which is written out there; the record of starts is
+called so, too (`argo/template.py: server_template`)."""
 POD = "iterations"
-"""The template of a pod that runs iterations."""
+"""The template of a pod that runs iterations; on KFP the task that does (`kfp/loop.py`).
+`argo/loop.py: build_pods` gives the name to its task, and writes it out."""
 
 
 def plan_run(
@@ -56,7 +63,8 @@ def plan_run(
 def plan_stages(
     name: str, specs: Sequence[StageSpec], cluster: Cluster, wired: Sequence[str] = ()
 ) -> RunPlan:
-    """Plan the stages of a graph that is written for Argo itself.
+    """Plan the stages of a graph that is written for Argo itself (docs/hera-and-argo.md). No
+    settings of the run are added to those of its stages: a seed is a parameter of each `StageSpec`.
 
     Args:
         name: the pipeline's.
@@ -77,7 +85,7 @@ def plan_pipeline_stage(spec: StageSpec, config: PipelineConfig, loop: Loop | No
 
 
 def plan_stage(spec: StageSpec, cluster: Cluster, wired: Sequence[str] = ()) -> StagePlan:
-    """Plan a stage and its pod.
+    """Plan a stage and its pod, whose memory `plan_memory` estimates later.
 
     Args:
         spec: the stage, with its parameters.
@@ -127,7 +135,11 @@ def resolve_parameters(
 def _add_loop(
     plan: RunPlan, config: LoopPipelineConfig, specs: Sequence[StageSpec], loop: Loop
 ) -> RunPlan:
-    """Return the plan with the loop, its servers, and the stages that a pod of iterations runs."""
+    """Return the plan with the loop, its servers, and the stages that a pod of iterations runs.
+
+    A stage gets the run's settings on two ways: in a pod of its own by `plan_pipeline_stage`, in a
+    pod of iterations here.
+    """
     server = config.engine.server
     servers = {SERVER: plan_server(server, config)} if server else {}
     if not config.iterations_per_pod:
@@ -197,8 +209,9 @@ def plan_pod_stages(
 
 
 def plan_pod(stages: Iterable[StagePlan], cluster: Cluster) -> PodPlan:
-    """Plan the pod that runs stages of a loop one after another, with the accelerators of the one
-    that has most.
+    """Plan the pod that runs stages of a loop one after another, with the accelerators of the stage
+    that has most. Its image is always ``rollout``, so a stage of the loop needs its libraries
+    there.
     """
     role, merged = cluster.merge_roles([stage.resource_role for stage in stages])
     return PodPlan(
@@ -210,7 +223,11 @@ def plan_pod(stages: Iterable[StagePlan], cluster: Cluster) -> PodPlan:
 
 
 def plan_server(server: ServingEngine, config: LoopPipelineConfig) -> ServerPlan:
-    """Plan the rollout servers of a loop; `server` are the engine's settings of them."""
+    """Plan the rollout servers of a loop; `server` are the engine's settings of them.
+
+    A field of `ServerPlan` that is set here reaches servers by `argo/template.py: server_template`,
+    and on KFP by `kfp/task_plan.py: _describe_server`, which states the server once more.
+    """
     cluster = config.cluster
     role: ResourceRole = "sampler"
     return ServerPlan(

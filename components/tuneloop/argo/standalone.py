@@ -1,6 +1,11 @@
 """Make a Workflow a whole run by itself, as `hera generate yaml` prints it for `argo submit`.
 
-`tuneloop submit` names the run, its store and its labels. Here the manifest has to say all of it.
+`tuneloop submit` names the run, its store and its labels (`cluster/run_workflows.py`). Here the
+manifest has to say all of it: a label that `submit` adds to what it sends is missing here until it
+is added.
+
+`cli/pipeline_file.py: render_file` calls it at the end of each pipeline's file;
+docs/hera-and-argo.md describes it, and `tests/golden/test_golden.py` tests it.
 """
 
 import os

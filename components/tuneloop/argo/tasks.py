@@ -2,7 +2,7 @@
 
 A tag (``{{tasks.train.outputs.parameters.mean}}``) is replaced by Argo in any text of the manifest.
 A term (``tasks.train.outputs.parameters.mean``) stands in an expression: a task's condition, or the
-value of an output parameter.
+value of an output parameter. On one machine `workflow/expressions.py` evaluates both.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ from hera.workflows.models import ValueFrom
 from tuneloop.argo.pod_fields import OUTPUTS
 
 RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
-"""URL of the run."""
+"""URL of the run, as a tag. An artifact lies at ``RUN/NAME`` for a task of `main` or `part`, and at
+``ITERATION/STAGE`` for a step of the loop, where `runs/committed.py` looks for it."""
 ITERATION = f"{RUN}/iterations/{{{{inputs.parameters.iteration}}}}"
 """URL of an iteration, in the template that has its number."""
 CONTINUED = "continued"
@@ -48,7 +49,8 @@ def input_tag(name: str) -> str:
 
 
 def build_term(parameters: Any, name: str) -> Any:
-    """Return the parameter `name` of ``….parameters`` as a term of an expression."""
+    """Return the member `name` of a term, such as a parameter of ``….parameters`` or a task of
+    ``tasks``, as a term of an expression."""
     # `a-b` would be read as a difference: such a name is written `parameters["a-b"]`.
     return getattr(parameters, name) if name.isidentifier() else parameters[name]
 

@@ -2,6 +2,9 @@
 
 Every name that a pod refers to (service accounts, queue, store settings) is one that ``manifests/``
 ships.
+
+A field of Argo's that is rendered for the first time has to be in `workflow/local_fields.yaml`, as
+`tuneloop run` refuses fields that it does not know. ``make golden`` shows what a change renders.
 """
 
 from collections.abc import Sequence
@@ -24,11 +27,12 @@ from tuneloop.workflow.pod_settings import PodSettings
 from tuneloop.workflow.settings import DELETE_DELAY, Cluster
 
 EXIT_GRAPH = "at-the-end"
-"""The graph that runs the exit templates of several extensions."""
+"""The template of the graph that runs the exit templates of several extensions."""
 
 
 class Workflow(hera.workflows.Workflow):
-    """Hera's Workflow, which extensions complete once all its graphs are drawn."""
+    """Hera's Workflow, which extensions complete (`PodHook.complete_workflow`) when its ``with``
+    block ends: all its graphs are drawn then."""
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -45,6 +49,10 @@ def define_workflow(
     cluster: Cluster | None = None,
 ) -> Workflow:
     """Create a Workflow, to be used in a ``with`` block; it starts at the template ``main``.
+
+    All that runs on Argo is made by it: pipelines, graphs of users, jobs (`argo/trainjob.py:
+    as_workflow`). `cluster/run_workflows.py` and `cluster/schedule.py` change the result for a run
+    or a schedule, and `argo/standalone.py` for `argo submit`.
 
     Args:
         name: the pipeline's.
@@ -133,6 +141,9 @@ def stage_template(component: Component, stage: StagePlan, cluster: Cluster) -> 
     that the graph sets. Optional ones may be left out or empty. Its outputs are the output's
     reference, under the output's name, and the stage's results.
 
+    `cluster/schedule.py: take_base_model` finds the flag ``--model`` in the arguments of the stage
+    `base_model`, and replaces its value.
+
     Args:
         component: the stage as it is declared.
         stage: its plan (`tuneloop.argo.run_plan.plan_stage`).
@@ -186,8 +197,9 @@ def build_inputs(component: Component, stage: StagePlan) -> list[Parameter]:
 def prepare_sampling(
     component: Component, stage: StagePlan, container: Container, cluster: Cluster
 ) -> None:
-    """Give a stage's pod the token of the servers that it calls, or what extensions add to one that
-    computes itself.
+    """Give a stage's pod the token of the servers that it calls, or what extensions add to a pod
+    that computes itself. `argo/loop.py: iterations_template` and `pod_template` do both for a pod
+    of iterations.
     """
     engine = pod_fields.read_engine(component, stage.parameters)
     calls_server = "endpoint" in stage.wired
@@ -206,6 +218,10 @@ def server_template(server: ServerPlan, cluster: Cluster) -> Container:
     It follows the versions published at its URL of weights. Without one it has an input ``policy``,
     boots from this checkpoint and loads what it is told to. One of several has an input
     ``replica``, its number.
+
+    `inference/server.py` parses the flags, and `kfp/rollout_server.py` writes the same ones for
+    KFP. `cluster/serving.py` makes Deployments of this template: it reads the arguments in pairs,
+    so each flag needs a value, and it drops those with a tag of Argo.
     """
     has_replicas = server.replicas > 1
     inputs: list[str] = []

@@ -1,7 +1,10 @@
 """Bytes a parameter of training in full precision: weights, gradients and Adam's two moments, as in
 Rajbhandari et al., "ZeRO" (2020), §3.1.
 
-What is estimated of pods, of sleeping trainers and of the store comes from these figures.
+What is estimated of pods (`argo/memory_estimate.py`), of sleeping trainers
+(`extensions/sharing/colocation.py`) and of the store (`planning/checkpoint_size.py`) comes from
+these figures. `config/choices.py: find_activation_budget`, which is below this layer, has 4 and 16
+of its own. It holds for the trainer of `training/fsdp/`: weights and AdamW's moments in float32.
 """
 
 WEIGHT_BYTES = 4

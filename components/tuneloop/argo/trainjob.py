@@ -1,9 +1,14 @@
 """A trainer backend as a TrainJob, a JobSet, a RayJob, a Job of one pod, and a Workflow of Argo's
 with initializers.
 
-backend = Trl(trainer="sft", nodes=2, args={"model_name_or_path": "/workspace/model", …})
-manifest = as_trainjob(backend, "tune", cluster, dataset="s3://…#sft.parquet", model="s3://…#model")
-code = launch_job(connect_to_cluster(), manifest)
+    backend = Trl(trainer="sft", nodes=2, args={"model_name_or_path": "/workspace/model", …})
+    manifest = as_trainjob(backend, "tune", cluster, dataset="s3://…#rows", model="s3://…#model")
+    code = launch_job(connect_to_cluster(), manifest)
+
+These functions are for users' programs (docs/nodes.md, docs/training.md): no command calls them,
+and no pipeline does. `cluster/launch.py` creates and follows a job if its kind is in `KINDS` there.
+Pods are those of `argo/jobset.py: pod_spec`. The tests are `tests/unit/training/test_backends.py`
+and, for the settings of pods, `tests/unit/argo/test_pods.py`.
 """
 
 import shlex
@@ -31,7 +36,8 @@ from tuneloop.workflow.pod_hook import check_use, list_pod_hooks
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, ResourceRole
 
 WORKSPACE = "/workspace"
-"""The folder of data and model."""
+"""The folder of data and model in the pods: Trainer's initializers and the runtimes of
+``manifests/components/trainer`` have the same."""
 CLAIM = "tuneloop-workspace"
 """The PersistentVolumeClaim of ``manifests/components/trainer`` that is mounted there."""
 RAY_START = {"num-cpus": "1", "object-store-memory": str(100 << 20)}
@@ -209,8 +215,9 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
 
 
 def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> JsonObject:
-    """Render as a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job
-    ends.
+    """Render as a RayJob: a Ray cluster of as many pods as the backend has nodes, with a group of
+    ranks on each. It is deleted when the job ends. `training/ray_driver.py` parses the flags that
+    come before ``--``.
     """
     backend.validate()
     entry = ["python", "-m", "tuneloop.training.ray_driver"]
@@ -326,7 +333,8 @@ def _build_ray_pods(cluster: Cluster, nodes: int, role: ResourceRole, run: str) 
 
 
 def _build_ray_pod(name: str, role: ResourceRole, cluster: Cluster, run: str) -> JsonObject:
-    """Build a pod whose container has this name; KubeRay adds the command."""
+    """Build a pod whose container is called `name`, as KubeRay expects it; KubeRay adds the
+    command."""
     spec = pod_spec("ray", role, [], [], cluster)
     # KubeRay restarts its pods, but for the submitter's.
     del spec["restartPolicy"]

@@ -1,4 +1,9 @@
-"""What a TrainJob says of its pods. They are its runtime's: an override reaches a part of them."""
+"""What a TrainJob says of its pods. They are its runtime's: an override reaches a part of them.
+
+A field that is added to `PodSettings` (`workflow/pod_settings.py`) is either part of
+`build_spec_patch`, whose unknown parts are refused here by their paths, or has to be written or
+refused by its name in `build_override`. `kfp/task_pod.py` does the same for KFP (`MISSING` there).
+"""
 
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.pod_schema import list_deletions
@@ -7,7 +12,7 @@ from tuneloop.workflow.settings import Cluster
 from tuneloop.workflow.strategic_merge import apply_patch
 
 NODE = "node"
-"""The job of a runtime that trains, and its container."""
+"""The name of the job that trains in Trainer's runtimes, and of its container."""
 OVERRIDDEN = (
     "affinity",
     "imagePullSecrets",

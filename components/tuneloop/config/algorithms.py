@@ -1,7 +1,9 @@
 """The key `algorithm` of a section that trains: one class for each algorithm, with its options.
 
-A stage has two parameters, the algorithm's name and the mapping of its options. In a configuration
-they are one section, so that each option has a type, a default and a description."""
+A stage has two parameters, `algorithm` (the name) and `algorithm_args` (the mapping of its
+options). In a configuration they are one section, so that each option has a type, a default and a
+description. An algorithm is a file of `algorithms/`; the parts that stages and settings share are
+in `training/algorithm_lookup.py`. `tests/unit/config/test_config.py` tests the section."""
 
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -26,6 +28,8 @@ class AlgorithmSection(Params, frozen=True, extra="forbid"):
 
 def choose_algorithm(settings: type[Params], objective: type[BaseModel]) -> type[Params]:
     """Return the section `settings` of a stage with its algorithm as a section inside.
+
+    The file of a pipeline calls it for each stage that has the two parameters.
 
     Args:
         settings: made by `Component.settings`; its default of `algorithm` stays.
@@ -54,7 +58,11 @@ def choose_algorithm(settings: type[Params], objective: type[BaseModel]) -> type
 
 @cache
 def list_classes(objective: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """Return name → class of the shipped algorithms of an objective, and the class of plugins."""
+    """Return name → class of the shipped algorithms of an objective, and the class of plugins.
+
+    A file of `algorithms/` whose class does not extend `objective` is left out without a word: an
+    algorithm that extends another one (``gspo``, ``grpo``) is found by what that one extends.
+    """
     classes: dict[str, type[BaseModel]] = {}
     for name in plugins.list_shipped_variants("algorithms"):
         algorithm: Any = plugins.load_variant("algorithms", name, "Algorithm")
@@ -67,7 +75,8 @@ def list_classes(objective: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 def make_class(name: str, algorithm: type[BaseModel]) -> type[BaseModel]:
     """Make the class of the section for an algorithm: its options, and the key `kind`."""
-    # The first line of a docstring is its summary.
+    # The first line of a docstring is its summary, in `tuneloop schema`: a sentence that goes on in
+    # the second line is printed in part.
     summary = (algorithm.__doc__ or name).strip().split("\n")[0].rstrip(".")
     fields: JsonObject = {KIND: (Literal[name], Field(name, description=summary))}
     return create_model(f"{name}_algorithm", __base__=algorithm, **fields)

@@ -6,7 +6,11 @@ that, as measured by Schulman et al., "LoRA Without Regret" (2025), and as TRL's
 does. Completions of 512 tokens are GRPOConfig's `max_completion_length`.
 
 `config/rules.py` names the function of each setting. A function gets the draft so far, so that it
-may read what rules before its own have chosen.
+may read what rules before its own have chosen. What it reads of the user's values is not validated
+yet and may be of any type.
+
+The numbers here are stated again for people: in the summary of the rule (`config/rules.py`) and in
+docs/defaults.md. `tests/unit/config/test_followed.py` tests the choices, not these texts.
 """
 
 from tuneloop.config.engines import ServingEngine
@@ -17,20 +21,32 @@ from tuneloop.core.wording import format_count
 from tuneloop.training.options import LOGITS
 
 TRAINERS = ("sft", "preference", "reward_model", "policy_update")
+"""The stages that train, by the names of their components.
+
+A further one needs a rate in `LEARNING_RATES`; `choose_stage_batch` and `estimate_sequence_bytes`
+name stages, too. Its own defaults have to be among the `demo` values of the rules, which otherwise
+leave it alone. The sections of settings are found by the stage (`config/followed.py:
+is_section_of`), not by their keys: that of `policy_update` is called ``update``.
+"""
 LEARNING_RATES = {"sft": 2e-5, "preference": 1e-6, "reward_model": 1e-4, "policy_update": 1e-6}
 """Stage → TRL's learning rate for training all parameters."""
 ADAPTER_FACTOR = 10
-"""A learning rate of adapters, divided by that of all parameters."""
+"""Learning rate of adapters (LoRA), divided by that for training all parameters (source: the
+docstring of this module)."""
 CHECKPOINTED_PARAMETERS = 1_000_000_000
-"""Models with at least as many are trained with gradient checkpointing on accelerators."""
+"""Models with at least as many parameters are trained with gradient checkpointing on
+accelerators."""
 KEPT_BYTES = 50_000_000
-"""Of models whose weights take less, a run keeps every version."""
+"""Bytes of weights. Of a smaller model a run keeps every version; of a larger one the newest two
+(`choose_total_limit`) and the model of each tenth iteration (`choose_keep_every`)."""
 UNKNOWN_GPU = 80_000_000_000
-"""Bytes of an accelerator whose memory is not known."""
+"""Bytes of memory that are assumed of an accelerator whose memory is not known, as that of a
+pod."""
 UNKNOWN_BUDGET = 4 << 30
 """Bytes for a micro-batch where neither a machine's nor a device's memory limits it."""
 SERVER_BYTES = 4 << 30
-"""Bytes of a rollout server on a CPU, with its cache and without weights, as vLLM's takes."""
+"""Bytes of a rollout server on a CPU, with its cache and without weights, as vLLM's takes: the sum
+of `SERVER_PROGRAM` and `CPU_POOL` of `argo/memory_estimate.py`, which this layer cannot import."""
 STEP_EXAMPLES = 8
 """Examples of each process in an optimizer step of SFT and of preference optimization: TRL's
 `per_device_train_batch_size`, for which its learning rates are chosen. A file of 30 rows then gives
@@ -38,6 +54,9 @@ STEP_EXAMPLES = 8
 
 
 def choose_dtype(draft: Draft, section: str) -> Choice | None:
+    """Choose the dtype of a stage that trains, or scores with the policy. The engine's own dtype is
+    not
+    chosen: engines take that of the weights."""
     if draft.machine.is_cpu or draft.facts.dtype == "float32":
         return None
     stored = draft.facts.dtype or "not known"
@@ -51,6 +70,7 @@ def choose_chat(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_max_tokens(draft: Draft, section: str) -> Choice | None:
+    """Choose the most tokens of a completion; an evaluation gets those of the rollouts."""
     # An evaluation is to measure what the loop trains.
     for sampler in draft.find_sections("rollout"):
         tokens = draft.get_count(sampler, "max_tokens")
@@ -72,7 +92,8 @@ def find_longest_completion(draft: Draft) -> int:
 
 
 def choose_context(draft: Draft) -> Choice:
-    """Return the tokens of a prompt with its completion, as the engine is to take them."""
+    """Return the tokens of a prompt with its completion, as the engine is to take them. The 256 of
+    the demo are also the engine's default (`config/engines.py: SHORT_CONTEXT`)."""
     longest = find_longest_completion(draft)
     usual = 256 if draft.facts.is_demo else 1024 if draft.machine.is_cpu else 2048
     # Prompts get as much room as completions.
@@ -87,6 +108,8 @@ def choose_context(draft: Draft) -> Choice:
 
 
 def choose_engine_args(draft: Draft, section: str) -> Choice | None:
+    """Choose all arguments of a server's engine, where the user sets none; which they are, the
+    class of the engine decides (`ServingEngine.choose_args`)."""
     engine = draft.find_class(section)
     if engine is None or not issubclass(engine, ServingEngine):
         return None
@@ -103,7 +126,7 @@ def choose_engine_args(draft: Draft, section: str) -> Choice | None:
 def choose_colocation(draft: Draft, section: str) -> Choice | None:
     is_loading = read_kind(draft.get(section, "weights")) == "load"
     is_single = draft.get_count(section, "replicas") == 1
-    # Whoever asks for one of these wants both to run at once.
+    # Both of these settings exclude one GPU for trainer and server (`config/loop.py`).
     is_divided = draft.get("loop", "asynchronous") or draft.get_count("loop", "iterations_per_pod")
     if draft.machine.has_shared_gpu and is_loading and is_single and not is_divided:
         return Choice(True, "trainer and vLLM share the one GPU here")
@@ -120,7 +143,7 @@ def choose_max_length(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_epochs(draft: Draft, section: str) -> Choice | None:
-    # Either ends the stage; the user's own counts.
+    # With epochs, `max_steps` has no effect: the user's own choice of either stands.
     if draft.is_set(section, "max_steps"):
         return None
     return Choice(
@@ -145,12 +168,13 @@ def choose_learning_rate(draft: Draft, section: str) -> Choice | None:
 
 
 def find_stage(draft: Draft, section: str) -> str:
-    """Return the stage of TRAINERS that a section configures."""
+    """Return the stage of TRAINERS that a section configures. There has to be one: a rule for the
+    settings of a trainer names stages of TRAINERS alone."""
     return next(stage for stage in TRAINERS if section in draft.find_sections(stage))
 
 
 def has_adapters(draft: Draft, section: str) -> bool:
-    """Return whether a stage trains adapters."""
+    """Return whether a stage trains adapters (LoRA): by its own setting, or that of ``trainer``."""
     return draft.get(draft.find_holder(section, "lora"), "lora") is not None
 
 
@@ -164,6 +188,8 @@ def list_training(draft: Draft, section: str, setting: str) -> list[str]:
 
 
 def choose_checkpointing(draft: Draft, section: str) -> Choice | None:
+    """Choose gradient checkpointing for large models, and where one example would not fit without
+    it."""
     shape = draft.facts.shape
     if not isinstance(shape, Model):
         return None if draft.machine.is_cpu else Choice(True, "the model's size is not known here")
@@ -178,16 +204,19 @@ def choose_checkpointing(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_micro_batch(draft: Draft, section: str) -> Choice | None:
+    """Choose the examples that a process computes at once. It changes memory and time, and no
+    result."""
     stages = list_training(draft, section, "per_device_train_batch_size")
     choices = [choose_stage_batch(draft, stage) for stage in stages]
-    # One number is for all stages: the one that the most demanding of them can take.
+    # The section `trainer` has one number for all stages, so the smallest of their choices counts.
     return min(choices, key=lambda choice: int(choice.value), default=None)
 
 
 def choose_stage_batch(draft: Draft, section: str) -> Choice:
     """Choose the micro-batch of one stage."""
     stage = find_stage(draft, section)
-    # Of SFT and pairs a process has at most its examples of a step.
+    # Except for rollouts, a process has at most `STEP_EXAMPLES` in a step, so no more at once
+    # either.
     limit = 128 if stage == "policy_update" else STEP_EXAMPLES
     unit = {"policy_update": "rollout", "sft": "demonstration"}.get(stage, "pair")
     shape = draft.facts.shape
@@ -207,6 +236,8 @@ def choose_stage_batch(draft: Draft, section: str) -> Choice:
 
 
 def choose_accumulation(draft: Draft, section: str) -> Choice | None:
+    """Choose the micro-batches of an optimizer step, so that a process has `STEP_EXAMPLES` in it.
+    If the user sets the micro-batch, nothing is chosen."""
     holder = draft.find_holder(section, "per_device_train_batch_size")
     if draft.is_set(holder, "per_device_train_batch_size"):
         return None
@@ -239,9 +270,11 @@ def find_training_length(draft: Draft, section: str) -> int:
 def estimate_sequence_bytes(
     draft: Draft, section: str, shape: Model, *, is_checkpointed: bool
 ) -> float:
-    """Estimate the activations of one example of a stage, without logits, which do not grow with
-    the batch."""
-    # A pair is a chosen and a rejected completion.
+    """Estimate the bytes of activations of one example of a stage, without logits, which do not
+    grow with the batch. A rendered plan estimates the same in `argo/memory_estimate.py:
+    _estimate_step`."""
+    # A pair is a chosen and a rejected completion: `TrainerOptions.sequences` of the stage's
+    # options.
     sequences = 2 if find_stage(draft, section) in ("preference", "reward_model") else 1
     tokens = find_training_length(draft, section) * sequences
     dtype = str(draft.get(draft.find_holder(section, "dtype"), "dtype"))
@@ -255,6 +288,8 @@ def find_activation_budget(draft: Draft, section: str, shape: Model) -> float:
     the system are there, too."""
     machine = draft.machine
     # In float32: weights, gradients and AdamW's two moments; of adapters the weights alone count.
+    # These are WEIGHT_BYTES and TRAINED_BYTES of `argo/training_memory.py`, which this layer cannot
+    # import.
     states = shape.parameters * (4 if has_adapters(draft, section) else 16)
     if not machine.is_cpu:
         memory = machine.gpu_memory or UNKNOWN_GPU
@@ -281,7 +316,7 @@ def choose_target(draft: Draft, section: str) -> Choice | None:
 def choose_prompts(draft: Draft, section: str) -> Choice | None:
     if not draft.machine.is_cpu:
         return None
-    # Whoever samples more than a batch has thought about its size.
+    # A user who samples more prompts than a batch has chosen its size, too.
     size = draft.get_count(section, "oversampled_prompts")
     return None if size else Choice(8, "fewer than on a GPU")
 
@@ -291,14 +326,16 @@ def choose_limit(draft: Draft, section: str) -> Choice | None:
 
 
 def count_model_bytes(facts: ModelFacts) -> int | None:
-    """Return the bytes of a model's weights as they are stored; None where its size is not
-    known."""
+    """Return the bytes of a model's weights in the dtype that they were published in; None where
+    its size is not known. `save_dtype` does not count here, as it does in
+    `planning/checkpoint_size.py: choose_width`."""
     if not isinstance(facts.shape, Model):
         return None
     return facts.shape.parameters * (4 if facts.dtype == "float32" else 2)
 
 
 def is_pruned(draft: Draft) -> bool:
+    """Return whether a run keeps only some of its versions by default."""
     size = count_model_bytes(draft.facts)
     # A model whose size is not known may be a large one.
     return size is None or size > KEPT_BYTES
@@ -311,7 +348,7 @@ def choose_total_limit(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_keep_every(draft: Draft, section: str) -> Choice | None:
-    # Whoever sets a limit says which checkpoints stay.
+    # A user who sets a limit has decided which checkpoints stay.
     if draft.is_set(section, "save_total_limit") or not is_pruned(draft):
         return None
     return Choice(10, "the model of iterations 10, 20, 30, … stays")

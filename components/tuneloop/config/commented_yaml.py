@@ -2,9 +2,10 @@
 
 Headings of sections are YAML; each setting is a line that is commented out, with its default. So a
 file as printed changes nothing: a default that follows the base model or the machine goes on to
-follow it. Whoever deletes the ``#`` before a key sets it; its indentation is right then.
+follow it. To set one, delete the ``#`` before its key; its indentation is right then.
 
-`tuneloop schema` prints it.
+`tuneloop schema` prints it, of what `config/listing.py` describes. The tests save such a file,
+delete each mark, and limit the number of settings (`tests/unit/config/test_commented_yaml.py`).
 """
 
 import textwrap
@@ -52,9 +53,14 @@ FIRST = (
     "cluster.queue",
     "export.adapter",
 )
-"""The settings that people set first, by rank; a pipeline shows those that it has."""
+"""The settings that people set first, by rank; a pipeline shows those that it has.
+
+Those that may differ between the runs of a compiled pipeline are also its parameters on KFP
+(`kfp/form.py`): an entry changes the form in KFP's UI and each compiled file. A key that no
+pipeline has fails a test here, and is left out there.
+"""
 FIRST_COUNT = 20
-"""How many of them are at the top."""
+"""How many of them are at the top of the file; the form of KFP takes all."""
 LAST = ("cluster", "kfp")
 """Sections of the platform, which come after those of the training."""
 INDENT = "  "
@@ -71,7 +77,7 @@ def format_settings(pipeline: str, described: Section, key: str = "") -> str | N
         lines += format_all(described)
         return "\n".join(lines) + "\n"
     item = described.find(key)
-    # The caller knows how the key was asked for, and refuses it.
+    # The caller refuses the key, as it knows the name of the argument.
     if item is None:
         return None
     parents = key.split(".")[:-1]
@@ -119,8 +125,9 @@ def format_item(
         depth: how many sections it is in.
         is_inactive: whether one of these is left out by default, so that its heading is commented
             out.
-        is_whole: whether a section is written out that equals another one or is mostly left out,
-            and settings that have their value from another section.
+        is_whole: whether to write out what a whole file only names: a section with the settings of
+            another one (`Section.twin`) or that most people leave out (`is_rare`), and settings
+            that have their value from another section (`Setting.origin`).
     """
     margin = INDENT * depth
     if isinstance(item, Setting):
@@ -151,7 +158,12 @@ def is_rare(section: Section) -> bool:
 
 
 def describe_heading(section: Section) -> str:
-    """Return the text above a section's heading."""
+    """Return the text above a section's heading.
+
+    The last line holds for the only section that may be null and is not by default, `sft` of the
+    pipeline ``dpo``, which `config/rules.py: _skip_tuning` leaves out. A second one needs a text of
+    its own.
+    """
     if section.twin:
         return f"{section.text}; settings and defaults are those of {section.twin}"
     if section.optional_default is None:

@@ -2,8 +2,16 @@
 
 Servers *load* checkpoints, *pull* published versions, or are given each version by a *refit*.
 
-Code outside asks the engine: `Engine.publication` says whether versions are published, and
-`EndpointEngine.options` hands a fleet's address to the stages.
+Code outside asks the engine (`config/engines.py`): `Engine.publication` says whether versions are
+published, and `EndpointEngine.options` hands a fleet's address to the stages. A further kind is a
+class here, a `Tag` in `OwnWeights` or `FleetWeights` below, and whatever `publication`,
+`follows_newest` and `options` of the engines say of it; `config/choices.py: choose_colocation` asks
+for ``load`` by name.
+
+A field of these classes reaches stages only where somebody passes it on: `encoding` and
+`has_base_version` by the file of a pipeline, `url` by `LoopPipelineConfig.published`, `fleet` by
+`EndpointEngine.options`. Tests: `tests/unit/config/test_config.py`,
+`tests/unit/inference/test_endpoint.py`.
 """
 
 from typing import Annotated, Literal, Self

@@ -4,8 +4,12 @@ Each class has the settings that mean something for its engine. How new weights 
 a section inside, `weights` (`tuneloop.config.engine_weights`).
 
 An engine that serves has a class that extends `ServingEngine`: the graphs of Argo and of Kubeflow
-Pipelines ask it for the servers to start. An engine whose class is not among these here names it in
-its module as ``SECTION``."""
+Pipelines ask it for the servers to start. An engine whose class is not in the union `EngineConfig`
+names it in its module as ``SECTION``.
+
+`tests/unit/config/test_config.py` tests kinds and their keys,
+`tests/unit/inference/test_endpoint.py` what settings exclude, and
+`tests/unit/inference/test_served.py` an engine of a third party that serves."""
 
 import pkgutil
 from typing import Annotated, Any, Literal, Self
@@ -46,12 +50,15 @@ from tuneloop.inference.engines.endpoint import check_urls
 from tuneloop.workflow.settings import MEMORY
 
 SHORT_CONTEXT = {"max_model_len": 256, "enforce_eager": True}
-"""vLLM's arguments where none are set: a short context without graph capture, for the demo."""
+"""vLLM's arguments where none are set: a context of 256 tokens without graph capture, for the demo.
+`config/choices.py` (`choose_context`, `choose_engine_args`) has the 256, too."""
 
 
 class Asleep(BaseModel, frozen=True, extra="forbid"):
     """What the rollout server's pod requests while the server sleeps; what is left out stays."""
 
+    # Each field is the name of a resource in Kubernetes; `argo/run_plan.py: check_asleep` compares
+    # it with what the pod requests awake, and knows these two.
     cpu: str = Field(
         "", pattern=r"^(\d+(\.\d+)?m?)?$", description="CPU (100m), at most cluster.sampler.cpu"
     )
@@ -67,12 +74,15 @@ class Asleep(BaseModel, frozen=True, extra="forbid"):
 class Engine(BaseModel, frozen=True, extra="forbid"):
     """What every engine has, and what code outside asks of one."""
 
+    # The properties below are the whole interface. A field of a subclass reaches a stage or a
+    # server only by `options`, which both get as the engine's arguments, unless a graph passes it
+    # on by itself.
     kind: str
     args: JsonObject | None = Field(None, description="the engine's own options")
 
     @model_validator(mode="after")
     def _check_args(self) -> Self:
-        # Options of somebody else's engine are checked in its stage.
+        # Options of a third party's engine are checked in the stage, whose image has it.
         check_args(self.kind, self.args or {}, "args.")
         return self
 
@@ -122,7 +132,8 @@ class Engine(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def follows_newest(self) -> bool:
-        """Whether servers move to each new version and have none before it anymore."""
+        """Whether servers move to each new version and no longer have the one before it; such an
+        engine excludes ``loop.asynchronous``."""
         return self.publication is not None
 
 
@@ -133,6 +144,10 @@ class ServingEngine(Engine, frozen=True, extra="forbid"):
     these by `shares_gpu`, `asleep_requests` and `local_settings` is all that graphs ask.
     """
 
+    # A setting that concerns the server's pod or command, and not the engine, is a field of
+    # `ServerPlan` (`workflow/plan.py`), filled by `argo/run_plan.py: plan_server`, rendered by
+    # `argo/template.py: server_template`, and for Kubeflow Pipelines described by
+    # `kfp/task_plan.py: _describe_server` for `kfp/rollout_server.py`.
     port: int = Field(8765, ge=1, le=65535, description="where the server listens")
     replicas: int = Field(
         1,
@@ -162,14 +177,17 @@ class ServingEngine(Engine, frozen=True, extra="forbid"):
     @property
     def local_settings(self) -> JsonMapping:
         """Name → value of settings that Argo and one machine carry out, and Kubeflow Pipelines do
-        not: what is not false, 0 or empty is refused there."""
+        not. `kfp/task_plan.py` refuses a value that is not false, 0 or empty; a setting that is
+        missing here is ignored there."""
         return {}
 
     def check_gpus(self, gpus: int) -> None:
         """Check the number of GPUs of a server's pod.
 
+        It is not called for 0 GPUs, which is a server on a CPU.
+
         Raises:
-            UserError: the options of the engine say another one; by default none do.
+            UserError: the options of the engine say another number; by default none do.
         """
 
     @classmethod
@@ -189,6 +207,8 @@ class ServingEngine(Engine, frozen=True, extra="forbid"):
 class VllmEngine(ServingEngine, frozen=True, extra="forbid"):
     """vLLM, as one server for the run or several."""
 
+    # A further field: add it to `options` if the engine has to know it, to `local_settings` if
+    # Kubeflow Pipelines cannot do it, and to `_check_single_server` if several servers cannot.
     kind: Literal["vllm"] = Field("vllm", description="vLLM servers of the run")
     args: JsonObject | None = Field(
         None,
@@ -217,7 +237,9 @@ class VllmEngine(ServingEngine, frozen=True, extra="forbid"):
 
     @property
     def options(self) -> JsonObject:
-        # Whoever sets arguments sets all of them.
+        # Arguments that are set replace the default ones. `deterministic`, `snapshot` and sleep are
+        # read by `inference/engines/vllm.py`; `argo/memory_estimate.py` asks for `snapshot` and
+        # `enable_sleep_mode`, too.
         options = dict(SHORT_CONTEXT if self.args is None else self.args)
         for name in ("deterministic", "snapshot"):
             if getattr(self, name):
@@ -274,7 +296,8 @@ class VllmEngine(ServingEngine, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _check_sleep(self) -> Self:
-        """Refuse a server that gives memory back and cannot continue without it."""
+        """Refuse settings that let a server sleep, where it could not go on: it is to pull versions
+        meanwhile, or would lose the cache that is to be kept."""
         for name in ("colocate", "snapshot"):
             if getattr(self, name) and self.publication:
                 raise ValueError(
@@ -352,8 +375,8 @@ class EndpointEngine(Engine, frozen=True, extra="forbid"):
 
 
 def choose_section(kind: str) -> type[Engine]:
-    """Choose the class of an engine that none of the classes here is for: the one that its module
-    names, else `PluginEngine`.
+    """Choose the class of an engine that none of the classes of `EngineConfig` is for: the one that
+    its module names as ``SECTION``, else `PluginEngine`.
 
     Raises:
         ValueError: the module cannot be imported, or what it names is no class of an engine.
@@ -375,7 +398,8 @@ def choose_section(kind: str) -> type[Engine]:
 
 
 def validate_plugin(value: Any, handler: ModelWrapValidatorHandler["PluginEngine"]) -> Engine:
-    """Validate the section of an engine that none of the classes here is for, by its own class."""
+    """Validate the section of an engine that none of the classes of `EngineConfig` is for, by its
+    own class."""
     section = choose_section(read_kind(value))
     if section is PluginEngine:
         return handler(value)
@@ -406,6 +430,8 @@ class PluginEngine(Engine, PluginSection, frozen=True, extra="forbid"):
         return self.weights if isinstance(self.weights, PullVersions) else None
 
 
+# A class is named twice here: in the union, and by its kind in the list of `make_kind_reader`.
+# Without the second its kind is taken for a third party's.
 EngineConfig = Annotated[
     Annotated[VllmEngine, Tag("vllm")]
     | Annotated[TransformersEngine, Tag("transformers")]

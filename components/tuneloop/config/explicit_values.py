@@ -1,8 +1,12 @@
-"""What a configuration says itself, without what follows from it.
+"""The values that a configuration is made of, without those that follow from them.
 
-Of a configuration as it is it is not known which values a user has set, and which follow the base
-model, the cluster or other settings. Whoever changes a setting later wants the others to follow the
-change.
+A configuration does not tell which values a user has set, and which follow the base model, the
+cluster or other settings. A run on Kubeflow Pipelines may change a setting of the compiled
+pipeline, and the others have to follow the change: `kfp/pipeline.py` compiles the few values that
+`find_explicit_values` finds, and `kfp/configure.py` makes the run's configuration of them, with the
+changes.
+
+`tests/unit/kfp/test_configure.py` tests it.
 """
 
 from pydantic import BaseModel
@@ -16,7 +20,7 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 
 def configure_values(pipeline: Pipeline, values: JsonMapping) -> BaseModel:
     """Make the configuration of `values`; what they leave out follows the base model, and the pods
-    that they describe.
+    that they describe. These are the steps of `Pipeline.configure_for` after the values are read.
 
     Raises:
         UserError: they are refused.
@@ -26,9 +30,10 @@ def configure_values(pipeline: Pipeline, values: JsonMapping) -> BaseModel:
 
 
 def find_explicit_values(pipeline: Pipeline, config: BaseModel) -> JsonObject:
-    """Return few values of which `configure_values` makes `config`.
+    """Return a small mapping of values from which `configure_values` makes `config`.
 
-    A value that would follow in the same way is left out, also if a user has set it.
+    A value that would follow in the same way is left out, also if a user has set it. Each section
+    and each value that is set is tried once, by making the configuration without it.
     """
     values = config.model_dump(mode="json", exclude_unset=True)
     expected = config.model_dump(mode="json")

@@ -1,6 +1,7 @@
 """Sections of a configuration that extensions add (`tuneloop.core.hooks.Extension.settings`).
 
-They are there only with their extension: without it, their keys are unknown.
+They are there only with their extension: without it, their keys are unknown. All results are cached
+for the process; a test that adds an extension clears them, as `tests/unit/core/test_hooks.py` does.
 """
 
 import functools
@@ -19,6 +20,9 @@ from tuneloop.workflow.settings import Cluster
 @functools.cache
 def load_sections() -> dict[str, type[BaseModel]]:
     """Return whole key → class of all sections that extensions add.
+
+    A section below ``cluster`` counts as a description of pods: `tuneloop plan` of a run that sets
+    it goes by the pods and not by this machine (`config/machine.py: has_pod_resources`).
 
     Raises:
         UserError: an extension is faulty, or two add the same section.
@@ -73,7 +77,7 @@ def extend_class(
     """
     fields: dict[str, Any] = {}
     paths = [key.removeprefix(prefix) for key in added if key.startswith(prefix)]
-    # Two extensions may add a section inside of the same one.
+    # Two extensions may add sections to the same section.
     names = dict.fromkeys(path.partition(".")[0] for path in paths)
     for name in names:
         info = section.model_fields.get(name)
@@ -86,7 +90,7 @@ def extend_class(
             fields[name] = (below | None, Field(None, description=summary))
             continue
         current = find_section(info) if info else None
-        # A pipeline of somebody else's may have no settings of a cluster.
+        # A third party's pipeline may have no settings of a cluster.
         if info is None or current is None:
             continue
         extended = extend_class(current, f"{prefix}{name}.", added)
@@ -108,8 +112,11 @@ def extend_class(
 
 
 def dump_settings(settings: BaseModel) -> JsonObject:
-    """Dump settings for the record of a run, without the sections of extensions that are not set:
-    the run can be forked where their extensions are not installed.
+    """Dump settings for the record of a run, without the sections of extensions that are not set.
+    So the run can be forked where their extensions are not installed.
+
+    `tuneloop run` compares this dump with the one in the record of a run of the same name
+    (`config/followed.py: keep_followed`).
     """
     dumped: JsonObject = settings.model_dump(mode="json")
     for key in load_sections():

@@ -6,7 +6,9 @@ them before the configuration is checked, so that everything rendered from it ha
 What a user sets stands, and so does a default of a pipeline's author that differs from the
 demo's.
 
-`config/rules.py` has the table, and this module applies one rule of it to a draft.
+`config/rules.py` has the table, and this module applies one rule of it to a draft. All this comes
+before the configuration is validated: values may be of any type, and sections are found by the
+names of their classes (`is_section_of`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,8 +34,12 @@ from tuneloop.inference.capabilities import Capabilities, find_capabilities
 SECTION_SUFFIX = "_settings"
 """Ends the name of a section's class, after the name of its stage (`Component.settings`)."""
 PLAIN_SECTIONS = ("engine", "loop")
-"""Sections that configure no stage."""
+"""Sections that configure no stage, whose keys rules name in place of a stage. A rule for another
+section without a stage finds nothing unless it is listed here. (``trainer`` has a class like a
+stage's.)"""
 ENGINE_CONTEXT = "engine.args.max_model_len"
+"""The setting that `config/rules.py: _limit_context` adds to arguments of the user's: the only one
+that is chosen inside of another setting, so `Draft.get_engine_args` puts it there."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ class Followed:
 
 
 def is_section_of(stage: str, info: FieldInfo) -> bool:
-    """Return whether a field is a section that configures `stage`."""
+    """Return whether a field is a section that configures `stage`: a class that
+    `Component.settings` has made, or one that was made from it under the same name."""
     name = f"{stage}{SECTION_SUFFIX}"
     return any(section.__name__ == name for section in list_classes(info))
 
@@ -66,6 +73,9 @@ class Draft:
     Attributes:
         config: the pipeline's configuration class, whose defaults fill what is in neither.
         values: what the user has set, by section; not checked yet, so any type may be anywhere.
+        facts: what is known of the base model.
+        machine: what the stages compute on.
+        chosen: setting → what the rules so far have chosen for it.
     """
 
     config: type[BaseModel]
@@ -120,8 +130,8 @@ class Draft:
         return read_kind(self.values.get(section), default)
 
     def find_engine(self) -> Capabilities:
-        """Return what the engine can do that is set, or the default; for a pipeline without one
-        what transformers can."""
+        """Return the capabilities of the engine that is set, or of the default; for a pipeline
+        without an engine those of one in the stage's process."""
         return find_capabilities(self.find_kind("engine"))
 
     def read_default(self, section: str, name: str) -> Any:
@@ -141,8 +151,8 @@ class Draft:
         return self.read_default(section, name)
 
     def find_holder(self, section: str, name: str) -> str:
-        """Return the section that has a setting of a stage that trains: the stage's own, or
-        ``trainer``."""
+        """Return the section that has the setting `name` of a stage that trains: `section` if it
+        has a field of this name, else ``trainer``."""
         return section if self.has_field(section, name) else "trainer"
 
     def get_count(self, section: str, name: str) -> int | None:
@@ -176,9 +186,11 @@ class Rule:
         stages: whose sections have the setting; ``engine`` and ``loop`` are sections themselves.
         setting: the field.
         demo: the defaults that the rule replaces; another one is of a pipeline's author, and
-            stands.
+            stands. So a rule ends without a word where a stage's default is changed and not
+            added here: `tests/unit/config/test_followed.py` compares them for `evaluate`,
+            `policy_update`, `preference`, `rollout` and `sft`, and for no other stage or section.
         choose: returns the value for a section, or None to leave the default.
-        summary: what it does, for the documentation.
+        summary: what it does, as `tuneloop schema` prints it above the setting.
         for_demo: whether it holds for the demo's models, too.
     """
 
@@ -213,9 +225,15 @@ class Rule:
 def keep_followed(
     config: JsonObject, followed: Iterable[Followed], recorded: JsonObject
 ) -> JsonObject:
-    """Return the configuration with which a run that is there is asked for: the recorded one, if
-    both differ in settings alone that follow the machine, which may be another today."""
-    # Settings that follow the machine have the values of the day on which the run began.
+    """Return the configuration to compare with a run's record when the run is started again: the
+    recorded one, if the two differ only in settings that follow the model and the machine.
+
+    Args:
+        config: all settings, as they are made today.
+        followed: those of them that follow.
+        recorded: all settings of the run.
+    """
+    # The machine may be another one than when the run began.
     pinned = config
     for setting in followed:
         *path, name = setting.setting.split(".")

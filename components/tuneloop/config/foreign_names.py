@@ -1,5 +1,8 @@
 """Names that settings have in TRL, transformers, Axolotl, vLLM and others, for people who come from
-there."""
+there.
+
+`config/refusals.py` uses them in the message for an unknown key, which
+`tests/unit/config/test_config.py` tests by examples."""
 
 FOREIGN = {
     "adapter": ("trainer.lora.r",),
@@ -48,7 +51,8 @@ FOREIGN = {
     "use_peft": ("trainer.lora.r",),
     "val_size": ("data.sft_eval", "data.eval"),
 }
-"""Name → the settings here that do the same, of which a pipeline has some."""
+"""Name → the whole keys of the settings here that do the same. A message names those that the
+pipeline has: a key that is renamed has to be renamed here, too, as it is left out otherwise."""
 OPTIONS = {
     "output_dir": "is an option: --store DIRECTORY, in which each run has a folder of its name",
     "report_to": "is no setting: TUNELOOP_TRACKERS names trackers (docs/tracking.md)",
@@ -56,9 +60,10 @@ OPTIONS = {
     "run_name": "is an option: --run NAME",
     "store": "is an option: --store DIRECTORY",
 }
-"""Name → what does the same and is no setting."""
+"""Name → what does the same and is no setting. It is compared with the whole key, so only outside
+of sections."""
 SECTIONS = {"data": ("file", "files", "path"), "model": ("name",)}
-"""Section → names of `FOREIGN` that mean something only in it."""
+"""Section → names of `FOREIGN` that are looked up only for an unknown key of this section."""
 
 
 def list_equivalents(setting: str) -> tuple[str, ...]:

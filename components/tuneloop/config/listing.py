@@ -3,7 +3,12 @@
 A section that is one of several classes, by its key `kind`, is described as one: each of its
 settings comes once, with the kinds that have it and with the text and the default of each kind.
 
-`tuneloop schema` prints it, as YAML (`config/commented_yaml.py`), as a table or as JSON.
+`tuneloop schema` prints it as YAML (`config/commented_yaml.py`). The form of Kubeflow Pipelines
+goes by it, too (`kfp/form.py`, `kfp/configure.py`): it has only settings that are described here,
+with these texts. (`tuneloop schema --json` is pydantic's own schema, with the whole docstrings of
+the classes.)
+
+The tests are in `tests/unit/config/test_commented_yaml.py`.
 """
 
 import sys
@@ -36,7 +41,8 @@ TYPE_NAMES = {
     list: "a list",
     dict: "a mapping",
 }
-"""Types of values, as people call them."""
+"""Types of values, as people call them. A field of another type is described by its default alone,
+and cannot be a parameter on KFP (`list_types`)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Setting:
     Attributes:
         key: its whole key, as in ``rollout.max_tokens``.
         default: its default as YAML of one line; empty for one that has to be set.
-        text: what it means.
+        text: what it means: the description of its field.
         notes: what limits its values, and what its default follows.
         origin: the key of the setting that it has its value from, unless it is set itself.
     """
@@ -77,7 +83,8 @@ class Section:
 
     Attributes:
         key: its whole key; empty for the whole configuration.
-        text: what it is for.
+        text: what it is for: the description of its field, or the first sentence of its class's
+            docstring.
         items: its settings and the sections inside.
         optional_default: the default of a section that may be null, as YAML; None for a section
             that is always there.
@@ -133,8 +140,8 @@ def describe_settings(config: type[BaseModel]) -> Section:
 
 
 def note_inheritance(item: Setting | Section) -> Setting | Section:
-    """Return the section `evaluate` with the origin of what it has from other sections; any other
-    section as it is."""
+    """Return the section `evaluate` with the origins of settings that it has from other sections,
+    by `INHERITED`; any other setting or section as it is."""
     if not isinstance(item, Section) or item.key != "evaluate":
         return item
     items = [
@@ -177,7 +184,8 @@ def describe_class(section: type[BaseModel], key: str, text: str = "") -> Sectio
 
 
 def get_summary(section: type[BaseModel]) -> str:
-    """Return the first sentence of a class's docstring."""
+    """Return the first sentence of a class's docstring; `config/extended.py: extend_class` makes
+    the text of an extension's section in the same way."""
     text = " ".join((section.__doc__ or "").split())
     return text.partition(". ")[0].rstrip(".")
 
@@ -185,7 +193,7 @@ def get_summary(section: type[BaseModel]) -> str:
 def find_description(section: type[BaseModel], name: str) -> str:
     """Return the description of a field: its own, or that of the class which it is inherited
     from."""
-    # A class that only has another default does not describe the field again.
+    # A subclass may state a field again with another default and without a description.
     for ancestor in section.__mro__:
         info = getattr(ancestor, "model_fields", {}).get(name)
         if info is not None and info.description:
@@ -234,7 +242,8 @@ def list_choices(annotation: Any) -> list[object]:
 
 
 def list_limits(info: FieldInfo) -> list[str]:
-    """Return what a field's number may be, in words."""
+    """Return what a field's number may be, in words. Only ge, gt, le and lt are described, and no
+    pattern of a text: what else limits a value belongs into the field's description."""
     limits: list[str] = []
     for mark in info.metadata:
         # Numbers below 0 mean nothing for most settings, so that it is not said of them.
@@ -275,7 +284,8 @@ def list_rule_notes(
 def describe_variants(
     key: str, info: FieldInfo, variants: Mapping[str, type[BaseModel]]
 ) -> Section:
-    """Describe a section that is one of several classes."""
+    """Describe a section that is one of several classes. Settings that only the class of third
+    parties' kinds (`PLUGIN`) has are left out."""
     default = read_kind(info.get_default(call_default_factory=True))
     # A default that differs between kinds is that of the kind which a run has by default.
     kinds = sorted(variants, key=lambda kind: kind != default)

@@ -2,10 +2,13 @@
 checked once.
 
 A pipeline is a Python file with a docstring, a frozen pydantic model ``Config`` and
-``build_argo(config)``.
+``build_argo(config)``. For Kubeflow Pipelines it has ``build_kfp(config)`` besides, with the
+attribute ``plan`` that `kfp/configure.py` calls; `make_builders` of `cli/pipeline_file.py` makes
+both.
 
 The order is: read (`read_values`), follow the model (`follow_model`), validate, and then build. All
-commands that take a pipeline go through `Pipeline`.
+commands that take a pipeline go through `Pipeline`. The first task of a run on KFP has values
+already and repeats the two steps in the middle: `config/explicit_values.py: configure_values`.
 """
 
 import importlib.util
@@ -36,7 +39,7 @@ from tuneloop.formats.stored_models import PROMOTED, RUN, open_model
 from tuneloop.workflow.pod_hook import list_pod_hooks
 
 Files = Path | Sequence[Path] | None
-"""One file of settings, several of which later ones win, or none."""
+"""One file of settings, several files (later ones win), or none."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Configured:
     Attributes:
         settings: the configuration.
         followed: its settings that follow the base model and the machine.
-        notes: what could not be followed, or is hardly meant.
+        notes: lines for the user: what is not known of the base model (`list_unknowns`), and
+            settings that are probably a mistake (`list_doubts`).
     """
 
     settings: BaseModel
@@ -56,7 +60,13 @@ class Configured:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline file, imported."""
+    """A pipeline file, imported.
+
+    Attributes:
+        name: of the file, without ``.py``.
+        path: of the file, absolute; records of runs have it, and a fork loads it again.
+        module: the file as it was imported.
+    """
 
     name: str
     path: Path
@@ -85,8 +95,8 @@ class Pipeline:
             sets: ``a.b=value`` each, whose value is parsed as YAML.
             store: where the run will commit, if that is known: a base model ``run://…`` is
                 looked up there, and the settings have its address with the digest.
-            keeps_promoted: ``run://NAME@promoted`` stays in the settings, for runs that each look
-                it up; what follows the model follows the one that it names now.
+            keeps_promoted: ``run://NAME@promoted`` stays in the settings, and each run looks it up
+                when it starts. Settings that follow the model follow the one that is promoted now.
 
         Raises:
             UserError: an unreadable file, a value that is no YAML, an unknown key, a wrong type or
@@ -150,8 +160,14 @@ class Pipeline:
     def validate(self, values: JsonObject) -> BaseModel:
         """Return `values` as a configuration.
 
+        Extensions check the section `cluster` here (`PodHook.check_cluster`), and not in a
+        configuration that a program makes by calling the class itself.
+
+        Args:
+            values: with sections written out, as `read_values` returns them.
+
         Raises:
-            UserError: they are none; it names the first setting that is refused.
+            UserError: they are refused; it names the first setting that is.
         """
         try:
             settings = self.Config(**values)
@@ -175,10 +191,16 @@ def dump_workflow(workflow: JsonObject) -> str:
 
 
 def list_pipeline_folders(beside: str | os.PathLike[str] | None = None) -> list[Path]:
-    """List the folders that are searched for pipelines, in order."""
+    """List the folders that are searched for pipelines, in order; the first that has a name wins.
+
+    Args:
+        beside: a pipeline file, whose folder comes first; None: the folder ``pipelines`` of the
+            current directory.
+    """
     package = Path(__file__).parents[1]
     first = Path(beside).parent if beside else Path("pipelines")
-    # A checkout has the pipelines beside the package, and a wheel has them inside.
+    # A checkout has the pipelines beside the package, and a wheel has them inside: `pyproject.toml`
+    # names the folder, too.
     return [first, package.parent.parent / "pipelines", package / "_pipelines"]
 
 
@@ -230,7 +252,8 @@ def load_pipeline(name: str, beside: str | os.PathLike[str] | None = None) -> Mo
 
 def _load(path: Path) -> ModuleType:
     """Import a pipeline file, once in a process."""
-    # The folder tells two files of one name apart.
+    # The folder tells two files of one name apart. `PIPELINE_MODULES` of `kfp/configure.py` has the
+    # beginning of this name, to find the pipelines that another one extends.
     name = f"tuneloop._pipelines.{path.stem}@{path.parent}"
     if name in sys.modules:
         return sys.modules[name]
@@ -268,7 +291,7 @@ def read_yaml_documents(field: str, file: Path) -> list[Any]:
 
 
 def _join_lines(text: str) -> str:
-    """Return a message of somebody else's as one line."""
+    """Return the message of a library as one line."""
     return " ".join(text.split())
 
 
@@ -282,8 +305,9 @@ def _read_mapping(file: Path) -> JsonObject:
 
 
 def _expand_data(values: JsonObject) -> None:
-    """Write out the short form of the section ``data``: a text is its ``source``, and a list of
-    texts are several files."""
+    """Replace the short form of the section ``data`` by the long one, in place: a text is its
+    ``source``, and a list of texts are several files. It goes by the name ``data``: a pipeline
+    whose section for `data_prep` has another name has no short form."""
     data = values.get("data")
     if isinstance(data, str):
         values["data"] = {"source": data}
@@ -292,7 +316,8 @@ def _expand_data(values: JsonObject) -> None:
 
 
 def _set(values: JsonObject, item: str) -> tuple[JsonObject, str, Any]:
-    """Set what ``section.key=value`` says. Return the section, the key, and the value before.
+    """Set what ``section.key=value`` says, in place. Return the section that holds the key, the
+    key, and the value that it had before (None if it was not set).
 
     Raises:
         UserError: it has another form, its value is no YAML, or a section on the way is a value.

@@ -1,8 +1,8 @@
 """A loop of sampling and training: what samples, when it ends, how workflows and pods divide it,
 and which of its settings exclude one another.
 
-Validators here raise UserError, which is a ValueError, so that pydantic takes it up:
-`config/refusals.py` gets it back as it was.
+Validators here raise UserError. As it is a ValueError, pydantic puts it into its ValidationError,
+from which `core/component.py: convert_validation_error` takes it with its setting and its remedy.
 """
 
 from collections.abc import Mapping
@@ -30,19 +30,29 @@ INHERITED = {
     "reward_timeout_s": "reward.timeout_s",
     "error_budget": "reward.error_budget",
 }
-"""Setting of `evaluate` → the key of the setting with the same default and the same meaning, which it
-follows."""
+"""Setting of `evaluate` → the key of the setting that it has its value from, unless it is set
+itself. Both have the same meaning and, in the classes of the stages, the same default.
+
+A new parameter of `rollout` or `reward` that changes how a completion is sampled or scored belongs
+here if `evaluate` has it, too: without an entry a user who sets it trains and evaluates
+differently. Only pipelines with a loop inherit. `config/listing.py: note_inheritance` prints these
+entries, and `config/choices.py: choose_max_tokens` follows ``rollout.max_tokens`` by itself where
+that is not set.
+"""
 UNREACHED = 1e9
-"""The target of a loop that has none: a number, as Argo's and KFP's parameters need one."""
+"""The mean reward that stands for no target, which no batch earns: the parameters of Argo and KFP
+need a number. Only `LoopConfig.ending_reward` uses it."""
 
 
 class LoopConfig(BaseModel, frozen=True, extra="forbid"):
-    """When the loop ends, and how its iterations become pods and workflows.
+    """When the loop ends, and how its iterations become pods and workflows."""
 
-    A setting that ends the loop is also read by `argo/pipeline.py` (`read_limits`),
-    `argo/run_plan.py`, `kfp/pipeline.py`, `kfp/loop.py` and `workflow/loop_state.py`.
-    """
-
+    # A further setting that ends the loop is an argument of `goes_on` (`workflow/loop_state.py`),
+    # which decides everywhere. It has to get there on four ways: as a parameter of the workflow
+    # (`argo/pipeline.py: read_limits`) and a term of its condition (`argo/loop.py:
+    # build_loop_condition`), as a flag of the pod of iterations (`argo/loop.py: pod_template`,
+    # parsed by `local/iterations.py`), and as a parameter of KFP's tasks (`kfp/loop.py`). A fork
+    # reads the workflow's parameters, too (`runs/forking.py`).
     iterations: int = Field(60, ge=1, description="maximum number of iterations")
     per_workflow: int = Field(
         60,
@@ -92,6 +102,8 @@ class LoopPipelineConfig(PipelineConfig):
     has them, made of its stages' parameters.
     """
 
+    # A validator that reads a section by its name, as those below read `rollout` and `update`,
+    # makes the name obligatory for every pipeline with a loop, also those of third parties.
     nodes: Nodes = 1
     engine: EngineConfig = Field(VllmEngine(), description="what samples completions")
     loop: LoopConfig = LoopConfig()
@@ -110,7 +122,7 @@ class LoopPipelineConfig(PipelineConfig):
         if not all(isinstance(section, Mapping) for section in sections.values()):
             return values
         evaluate = sections["evaluate"]
-        # A pipeline of somebody else's may evaluate by a stage with other settings.
+        # A third party's pipeline may evaluate by a stage with other settings.
         evaluate_class = find_section(cls.model_fields["evaluate"])
         names = evaluate_class.model_fields if evaluate_class else {}
         inherited: JsonObject = {}
@@ -128,7 +140,8 @@ class LoopPipelineConfig(PipelineConfig):
     @property
     def max_staleness(self) -> int:
         """The maximum age, in versions, of rollouts that are trained on; at least the age that the
-        loop causes."""
+        loop causes. The file of a pipeline hands it to `policy_update`, in place of the setting
+        ``update.max_staleness``."""
         rollout = self.rollout
         carried = 0
         # With `carry_after`, completions that are not done after so many tokens are sampled on in the
@@ -143,8 +156,9 @@ class LoopPipelineConfig(PipelineConfig):
 
     @property
     def iterations_per_pod(self) -> PerPod:
-        """Iterations per pod; auto is 0 where a pod cannot run the loop, or an extension has better
-        use for pods of single stages."""
+        """Iterations per pod, as graphs use it in place of ``loop.iterations_per_pod``: ``auto`` is
+        0 where a pod cannot run the loop, or an extension objects to automatic iterations
+        (`PodHook.find_obstacle`). Kubeflow Pipelines ignore it: there `kfp.unroll` decides."""
         iterations = self.loop.iterations_per_pod
         if iterations != "auto":
             return iterations
@@ -152,7 +166,8 @@ class LoopPipelineConfig(PipelineConfig):
         return 0 if obstacle else iterations
 
     def _find_obstacle(self) -> UserError | None:
-        """Return what keeps one pod from running the stages of the loop."""
+        """Return what keeps one pod from running the stages of the loop; None if nothing does. With
+        ``iterations_per_pod: auto`` it makes each stage a pod; with a number it is raised."""
         setting = "loop.iterations_per_pod"
         # The ranks of several pods meet in a JobSet of their own.
         if self.nodes > 1:
@@ -171,8 +186,8 @@ class LoopPipelineConfig(PipelineConfig):
         return None
 
     def published(self, run: str) -> dict[str, str]:
-        """Return where new versions are published below the URL `run`, if servers pull them: as the
-        parameter ``weights``."""
+        """Return where new versions are published if servers pull them, as the parameter
+        ``weights``: by default below the URL `run`."""
         publication = self.engine.publication
         return {"weights": publication.url or f"{run}/weights"} if publication else {}
 

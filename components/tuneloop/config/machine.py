@@ -1,7 +1,10 @@
 """What the stages of a run compute on: this machine, or the pods that a cluster's settings
 describe.
 
-Rules choose by it (`config/choices.py`), and `planning/limits.py` checks against it.
+Rules choose by it (`config/choices.py`), and `planning/limits.py` checks against it. `tuneloop run`
+reads this machine; `plan` decides by `config/rules.py: choose_machine`; what goes to a cluster is
+planned by the pods alone (`planning/limits.py: read_pods`), so that equal settings render equal
+files anywhere.
 """
 
 import os
@@ -16,9 +19,12 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.workflow.pod_hook import list_pod_hooks
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""The memory limit of the process's control group, version 2: bytes, or ``max``."""
 DEVICES = Path("/dev")
 """Where NVIDIA's driver has a file for each GPU, also in containers."""
 ROLES = ("trainer", "sampler", "scorer")
+"""The roles of pods that may have accelerators: `ROLES` of `workflow/settings.py` without
+``cpu``."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class Machine:
             machine.
         trainer_gpus: accelerators of a stage that trains.
         sampler_gpus: accelerators of the rollout server.
-        gpu_memory: bytes of an accelerator; None: not known.
+        gpu_memory: bytes of an accelerator, of the smallest one here; None: not known, as of pods.
         memory: bytes of host memory of this machine; None: pods get what they need.
     """
 
@@ -67,8 +73,9 @@ def describe_pods(cluster: JsonMapping) -> Machine:
 
 
 def has_pod_resources(cluster: JsonMapping) -> bool:
-    """Return whether the settings say what pods of a role have: then the run is meant for a
-    cluster."""
+    """Return whether the settings describe pods: then `tuneloop plan` takes the run to be meant for
+    a cluster. It goes by the sections of roles and by those that extensions add below ``cluster``;
+    any other setting of ``cluster``, such as ``queue``, does not count."""
     names = [*ROLES, "cpu"]
     # What an extension adds to the section is about pods, too.
     names += [key.removeprefix("cluster.") for key in load_sections() if key.startswith("cluster.")]
@@ -101,8 +108,12 @@ def read_host_memory() -> int:
 
 
 def read_gpu_memories() -> list[int]:
-    """Return the bytes of each GPU that CUDA_VISIBLE_DEVICES leaves visible; 0 where that is not
-    known."""
+    """Return the bytes of each GPU that CUDA_VISIBLE_DEVICES leaves visible; 0 for each where
+    nvidia-smi does not answer. GPUs of other vendors are not seen.
+
+    Which GPUs the variable names does not count, only how many: those of a machine are taken to be
+    alike.
+    """
     # A machine without the driver's files has no GPU: it needs no process of nvidia-smi.
     devices = sorted(DEVICES.glob("nvidia[0-9]*"))
     if not devices:

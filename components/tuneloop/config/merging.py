@@ -1,4 +1,8 @@
-"""Merge the settings of several files, such as a preset of a cluster and a user's own."""
+"""Merge the settings of several files, such as a preset of a cluster and a user's own.
+
+`Pipeline.read_values` (`config/loading.py`) merges files by it, and sets what ``--set`` says
+afterwards. The patches `cluster.pod.spec` and of each role are merged once more when a pod is
+rendered, by the same rules (`workflow/strategic_merge.py`)."""
 
 from collections.abc import Mapping
 
@@ -8,7 +12,8 @@ from tuneloop.workflow.pod_schema import find_patch_errors
 from tuneloop.workflow.strategic_merge import merge_patches
 
 PATCH = ".pod.spec"
-"""End of the path of a setting that is a patch of a pod's spec."""
+"""End of the path of a setting that is a patch of a pod's spec. Any other list of a later file
+replaces that of an earlier one."""
 
 
 def merge_settings(earlier: JsonMapping, later: JsonMapping, path: str = "") -> JsonObject:

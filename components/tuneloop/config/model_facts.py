@@ -6,6 +6,11 @@ other model nothing is known. Of a store these files and headers are fetched, an
 
 Every command that configures a run reads it, so that it has to take milliseconds and to work
 offline for a model of this machine. The stage `base_model` finds out the rest.
+
+To read a further file: of a model in a store only files that `config/stored_facts.py: READ` names
+are fetched. Tests: `tests/unit/config/test_followed.py`,
+`tests/unit/planning/test_model_references.py` (stores), `tests/unit/planning/test_plan.py`
+(shapes).
 """
 
 import json
@@ -30,20 +35,27 @@ OLDER_NAMES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
 }
-"""Keys of today's configurations, and what GPT-2 calls them."""
+"""Key of a configuration → what GPT-2's calls it. `shape_of` needs these three and
+``vocab_size``."""
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-"""Keys under which configurations state the longest sequence, the most usual first."""
+"""Keys under which configurations state the longest sequence, the most usual first. A model with
+another key has no known context here; what loads it asks transformers (`formats/architectures.py:
+get_context`)."""
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Names of dtypes in the headers of safetensors files, as torch names them."""
+"""Name of a dtype in the headers of safetensors files → as torch names it. Quantized weights have
+others, so that their dtype is not known."""
 
 
 DEMO_PARAMETERS = 5_000_000
-"""Models with fewer parameters are trained as the demo's are, which have less than a million."""
+"""Models with fewer parameters are trained with the demo's settings; the demo's own have less than
+a million. docs/defaults.md states the number."""
 
 
 @dataclass(frozen=True)
 class Model:
     """Shape of a decoder.
+
+    `shape_of` gives the fields from `layers` on by their position: a further field comes last.
 
     Attributes:
         name: as `base_model` names it.
@@ -55,6 +67,7 @@ class Model:
         head_dim: width of a head.
         vocab: tokens of its vocabulary.
         linears: linear of a layer, by its name → (inputs, outputs), for adapters; empty: not known.
+            Only a dense decoder has them, by which `planning/arithmetic.py` recognizes one.
     """
 
     name: str
@@ -85,9 +98,11 @@ class ModelFacts:
         context: tokens of its longest sequence; None: not known.
         dtype: of its weights, as torch names it; None: not known.
         has_chat_template: None: not known.
-        stop_ids: token ids that its generation_config.json ends a completion with.
+        stop_ids: token ids that its generation_config.json ends a completion with; nothing but a
+            test reads them.
         problem: why nothing is known of a model in a store.
-        holds_in_pods: whether pods cannot read that model, either.
+        holds_in_pods: whether `problem` is the same for pods; else they may have other keys or
+            files.
     """
 
     name: str
@@ -102,7 +117,8 @@ class ModelFacts:
 
     @property
     def is_demo(self) -> bool:
-        """Whether it is as small as the models that are made here: no pretrained model is."""
+        """Whether the demo's settings are for it: it is made here, or is nearly as small
+        (`DEMO_PARAMETERS`)."""
         small = isinstance(self.shape, Model) and self.shape.parameters < DEMO_PARAMETERS
         return self.name in TINY or small
 
@@ -117,13 +133,17 @@ def read_model_facts(
 ) -> ModelFacts:
     """Read what is known of the base model `name`.
 
+    The other arguments are parameters of the stage `base_model`. Two callers collect them: of
+    settings `config/rules.py: read_base_model`, of a plan `argo/memory_estimate.py: facts_of`. A
+    parameter that changes the model's shape or context has to be passed on by both.
+
     Args:
         name: a directory, a hub name, a reference to a model in a store, or a model that is made
             here.
         revision: of a hub name.
         adapter_base: the model under adapters; None: the one that they name.
         vocab_size: of a tiny model; None: the default of the stage `base_model`.
-        max_position_embeddings: likewise.
+        max_position_embeddings: of a tiny model; None: the default, too.
 
     Raises:
         UserError: a file is not JSON, or the base model of adapters has adapters, too.
@@ -208,7 +228,8 @@ def find_model_directory(name: str, revision: str | None = None) -> Path | None:
 
 
 def find_hub_cache() -> Path:
-    """Return the directory where huggingface_hub keeps models, by the variables that it reads."""
+    """Return the directory where huggingface_hub keeps models, by HF_HUB_CACHE or HF_HOME. The
+    library itself, which is not imported here, reads XDG_CACHE_HOME, too."""
     cache = os.environ.get("HF_HUB_CACHE")
     if cache:
         return Path(cache)
@@ -230,7 +251,8 @@ def read_json(path: Path) -> JsonObject:
 
 
 def read_context(config: JsonMapping) -> int | None:
-    """Return the tokens of a model's longest sequence, as its configuration states them."""
+    """Return the tokens of a model's longest sequence, by the first of `CONTEXT_KEYS` that is a
+    number; None if none is."""
     stated = (config.get(key) for key in CONTEXT_KEYS)
     return next((int(length) for length in stated if isinstance(length, int)), None)
 
@@ -266,6 +288,10 @@ def find_chat_template(directory: Path) -> bool | None:
 def shape_of(name: str, config: JsonMapping, directory: Path | None) -> Model | str:
     """Return the shape of the model that a Hugging Face configuration describes.
 
+    Parameters are counted in the headers of the weights, where these are here. The formula is for
+    Llama's decoders and those that add only biases or norms (`extra`): a family with other weights
+    needs a branch, and a line in `tests/unit/planning/test_plan.py` with its published size.
+
     Args:
         name: the model's.
         config: its ``config.json``.
@@ -274,7 +300,7 @@ def shape_of(name: str, config: JsonMapping, directory: Path | None) -> Model | 
     Returns:
         The shape, or a line that says why it is not known.
     """
-    # Where a configuration has both names, today's is the one that counts.
+    # If a configuration has both names, today's counts.
     older_values = {key: config[older] for key, older in OLDER_NAMES.items() if older in config}
     config = older_values | dict(config)
     try:
@@ -333,7 +359,8 @@ def shape_of(name: str, config: JsonMapping, directory: Path | None) -> Model | 
 
 
 def count_layer_bytes(model: Model, dtype: str) -> int:
-    """Count the bytes of activations that a layer keeps of a token, with fused attention.
+    """Count the bytes of activations that a layer keeps of a token, with fused attention. The rules
+    (`config/choices.py`) and the memory of pods (`argo/memory_estimate.py`) both follow it.
 
     Norms and residuals are kept in float32 under autocast to bfloat16 too, and norms of queries and
     keys are counted for every model. The coefficients were fitted to the tensors that torch saves
@@ -361,7 +388,7 @@ def count_activation_bytes(model: Model, is_checkpointed: bool, dtype: str) -> i
 def estimate_activation_bytes(
     model: Model, tokens: float, *, is_checkpointed: bool, dtype: str
 ) -> float:
-    """Estimate the bytes that training on a micro-batch of `tokens` keeps: activations and
-    logits."""
+    """Estimate the bytes that training on a micro-batch of `tokens` keeps: activations and logits.
+    `config/choices.py: estimate_sequence_bytes`, the only caller, takes the logits off again."""
     activations = tokens * count_activation_bytes(model, is_checkpointed, dtype)
     return activations + min(tokens * model.vocab, LOGITS) * 8

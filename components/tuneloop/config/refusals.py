@@ -1,8 +1,9 @@
-"""What a configuration refuses, in one line that names the setting, its value and what is
+"""Messages for what a configuration refuses: one line that names the setting, its value and what is
 possible.
 
 `config/loading.py` (`Pipeline.validate`) calls `explain_refusal`. A key that is renamed goes into
-`MOVED`.
+`MOVED`; also look for the old one in `config/foreign_names.py` and `config/commented_yaml.py:
+FIRST`. `tests/unit/config/test_config.py` has a line for most messages.
 """
 
 from collections.abc import Mapping
@@ -50,17 +51,20 @@ MOVED = {
     "update.algorithm_args": "is now update.algorithm: --set update.algorithm.beta=0.05",
     "preference.algorithm_args": "is now preference.algorithm: --set preference.algorithm.beta=0.2",
 }
-"""Key that no section has → where what people mean by it is set."""
+"""Whole key that is unknown → where to set what people mean by it. An entry is never asked for
+while a section has the key."""
 REMOVED = {
     "expected_world_size": "is the pipeline's own: set processes, and nodes",
     "publish_weights": "is the pipeline's own: set engine.weights.fleet_has_base",
     "weight_encoding": "is now engine.weights.encoding",
 }
-"""Key of any section → what a user sets in place of it."""
+"""Last part of an unknown key, in whatever section → what a user sets in place of it. These are
+parameters that a pipeline gives (`config/pipeline.py: SET_BY_PIPELINE`)."""
 SECTION_ERRORS = ("model_type", "model_attributes_type")
-"""Pydantic's errors for a value in place of a section."""
+"""Types of pydantic's errors for a value in place of a section."""
 UNKNOWN_VARIANT = "unknown; known:"
-"""Begins the refusal of a name that is none of a family's."""
+"""Begins the refusal of a name that is none of a family's, as `core/plugins.py: _explain_names`
+writes it: `name_kinds_of_section` recognizes the message by this text."""
 
 
 def explain_refusal(
@@ -74,7 +78,7 @@ def explain_refusal(
         error: what it raised.
         values: what it was given.
     """
-    # The others may follow from it.
+    # The other errors may follow from the first.
     first = error.errors()[0]
     location = locate_setting(config, first["loc"], values)
     if first["type"] == "union_tag_invalid":
@@ -233,7 +237,7 @@ def find_similar_keys(config: type[BaseModel], setting: str) -> list[str]:
 def describe_kind(chosen: ChosenKind, values: JsonMapping) -> str:
     """Describe the kind of a section with the settings that it has."""
     section = read_section(values, chosen.keys)
-    # The name of somebody else's kind is in what the user wrote alone.
+    # The name of a third party's kind is only in the user's values.
     name = read_kind(section, chosen.kind) if chosen.kind == PLUGIN else chosen.kind
     settings = [key for key in chosen.variants[chosen.kind].model_fields if key != KIND]
     return f"{name}, which has {', '.join(settings) or 'no settings'}"

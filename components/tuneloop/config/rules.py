@@ -1,9 +1,11 @@
 """The table of defaults that follow the base model and the machine.
 
-docs/defaults.md lists them.
+`Pipeline.configure_for` applies it, and on KFP `config/explicit_values.py: configure_values`.
 
-`Pipeline.configure_for` applies it. A rule that is added is an entry of `RULES`, its function in
-`config/choices.py`, and a line of docs/defaults.md, which a test compares.
+A rule that is added is an entry of `RULES`, its function in `config/choices.py`, and a line of the
+table in docs/defaults.md. No test compares that table or the summaries;
+`tests/unit/config/test_followed.py` tests the choices, and that `demo` has the defaults of some
+stages (`config/followed.py: Rule`).
 """
 
 from collections.abc import Mapping
@@ -40,9 +42,19 @@ from tuneloop.core.json_types import JsonMapping
 def follow_model(
     config: Any, values: JsonMapping, machine: Machine | None = None
 ) -> dict[str, Followed]:
-    """Choose the settings that `values` leaves out, by the base model and by `machine`; setting →
-    choice, in the order of the table. None for `machine`: the pods that the section `cluster`
-    describes. Raises UserError for a model whose files cannot be read."""
+    """Choose the settings that `values` leaves out, by the base model and by `machine`.
+
+    Args:
+        config: the class of the configuration.
+        values: what the user has set; not validated yet.
+        machine: what the run computes on; None: the pods that the section `cluster` describes.
+
+    Returns:
+        Setting → choice, in the order of the table.
+
+    Raises:
+        UserError: a file of the model cannot be read.
+    """
     if "base_model" not in config.model_fields:
         return {}
     cluster = values.get("cluster")
@@ -63,7 +75,7 @@ def follow_model(
 
 
 DEMO_SOURCE = "digits"
-"""The source of the data that the demo trains on."""
+"""The value of `data.source` for the data that the demo trains on, which is its default."""
 
 
 def list_unknowns(config: Any, values: JsonMapping) -> list[str]:
@@ -90,7 +102,7 @@ def list_unknowns(config: Any, values: JsonMapping) -> list[str]:
 
 
 def list_doubts(config: Any, values: JsonMapping) -> list[str]:
-    """Return lines about settings that work and that a user hardly means: a pretrained model on the
+    """Return lines about settings that work and are probably a mistake: a pretrained model on the
     sums of the demo, where no data is named."""
     if not {"base_model", "data"} <= set(config.model_fields):
         return []
@@ -110,7 +122,11 @@ def list_doubts(config: Any, values: JsonMapping) -> list[str]:
 
 
 def read_base_model(config: Any, values: JsonMapping) -> ModelFacts:
-    """Read what is known of the base model that a configuration names."""
+    """Read what is known of the base model that a configuration names.
+
+    These are the parameters of the stage `base_model` that `read_model_facts` takes, found in a
+    section called ``model``; `argo/memory_estimate.py: facts_of` reads the same ones from a plan.
+    """
     # Nothing is validated yet: a wrong type is refused later, by its setting's name.
     name = values.get("base_model", config.model_fields["base_model"].get_default())
     section = values.get("model")
@@ -141,8 +157,8 @@ def choose_machine(values: JsonMapping) -> Machine:
 
 
 def _skip_tuning(draft: Draft) -> None:
-    """Leave out the SFT of a pipeline that can go without it: a model that is not made here has
-    been trained before. A user who sets anything of the section wants it."""
+    """Leave out the SFT of a pipeline whose section ``sft`` may be null, for any model but the
+    demo's: it has been trained before. A user who sets anything of the section keeps it."""
     if draft.facts.is_demo or "sft" in draft.values or "sft" not in draft.config.model_fields:
         return
     is_optional = type(None) in get_args(draft.config.model_fields["sft"].annotation)
@@ -152,8 +168,8 @@ def _skip_tuning(draft: Draft) -> None:
 
 
 def _limit_context(draft: Draft) -> None:
-    """Add the context to arguments that the user has set for a server without one: a pretrained
-    model's own may need more cache than there is."""
+    """Add the context to arguments of a server (`engine.args`) that the user has set without one: a
+    pretrained model's own context may need more cache than there is."""
     if draft.facts.is_demo or not draft.is_set("engine", "args"):
         return
     args = draft.get("engine", "args")
@@ -167,7 +183,9 @@ def _limit_context(draft: Draft) -> None:
         draft.chosen[ENGINE_CONTEXT] = Followed(ENGINE_CONTEXT, context.value, context.reason)
 
 
-# The order counts: a rule reads what those before it chose.
+# The order counts: a rule reads what those before it chose. The context of the engine is added
+# right after the rule for `args`, which comes after that for `max_tokens`; lengths and gradient
+# checkpointing come before the micro-batch, and this before the accumulation.
 RULES: tuple[Rule, ...] = (
     Rule(
         ("trainer", *TRAINERS, "reference_logprobs"),

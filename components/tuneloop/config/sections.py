@@ -1,13 +1,16 @@
-"""The classes of a configuration's sections, some of which are one of several by their key `kind`.
+"""The classes of a configuration's sections. Some sections have one of several classes, by their
+key `kind`.
 
 ``engine: {kind: vllm, replicas: 2}`` has the keys of vLLM's class, and ``engine: {kind:
 transformers}`` those of another. A text in place of such a section is its kind, so that
 ``--set engine=transformers`` is the same as ``--set engine.kind=transformers``. Any other name than
 those of the classes is a plugin, where the union has a class for `PLUGIN`.
 
-Sections of several kinds are algorithms, whose unions `choose_by_kind` makes, and the engine and its
-weights, whose unions `config/engines.py` and `config/engine_weights.py` write out of the same parts.
-What lists and follows settings goes through these functions, and knows no kind by its name.
+Sections of several kinds are algorithms, whose unions `choose_by_kind` makes, and the engine and
+its weights, whose unions `config/engines.py` and `config/engine_weights.py` write out of the same
+parts. `config/listing.py`, `config/followed.py`, `config/refusals.py` and `config/loading.py` find
+sections and their kinds by these functions alone: a field of a form that `list_variants` and
+`find_section` do not recognize is one plain setting for them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,15 +25,17 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 KIND = "kind"
 """The key of a section that chooses its class."""
 PLUGIN = "plugin"
-"""The tag of the class that a union has for kinds that are not its own."""
+"""The tag of the class that a union has for kinds of third parties."""
 
 
 class PluginSection(BaseModel):
-    """The class that a union has for `PLUGIN`, where kinds of third parties may have their own."""
+    """A class for `PLUGIN` in a union whose third parties may have classes of their own: the
+    engine's."""
 
     @classmethod
     def choose_class(cls, kind: str) -> type[BaseModel]:
-        """Return the class of a section of `kind`, none of the union's; this one by default."""
+        """Return the class of a section of `kind`, which is none of the union's kinds; by default
+        this class."""
         return cls
 
 
@@ -40,7 +45,9 @@ def make_kind_reader(default: str, kinds: Collection[str]) -> Callable[[Any], st
 
     Args:
         default: the kind of a section that does not say it.
-        kinds: the tags of the union's classes.
+        kinds: the tags of the union's classes. They count only if `PLUGIN` is among them: then a
+            class whose tag is missing here is never chosen, as its kind is taken for a third
+            party's.
     """
 
     def read_tag(value: Any) -> str:
@@ -81,7 +88,11 @@ def choose_by_kind(default: str, classes: Mapping[str, type[BaseModel]]) -> Any:
 
 
 def list_variants(info: FieldInfo) -> dict[str, type[BaseModel]]:
-    """Return kind → class of a section that is one of several; empty for any other field."""
+    """Return kind → class of a section that is one of several; empty for any other field.
+
+    A union's classes are found by their `Tag`; a section of several kinds that may be null is not
+    supported.
+    """
     variants: dict[str, type[BaseModel]] = {}
     for part in get_args(info.annotation):
         if get_origin(part) is Annotated:
@@ -126,8 +137,9 @@ def find_keys(config: type[BaseModel], key: str, prefix: str = "") -> list[str]:
 
 
 def expand_texts(config: type[BaseModel], values: JsonObject) -> None:
-    """Write out the texts in `values` that stand for sections of which they are the kind. A heading
-    of a section below which nothing is set is no value, and goes."""
+    """Replace each text in `values` that stands for a section by a mapping with this kind, in
+    place. A section whose value is null, as a heading in YAML below which nothing is set, is
+    deleted unless it may be null."""
     for name, info in config.model_fields.items():
         variants = list_variants(info)
         if name not in values or not (variants or find_section(info)):
@@ -168,7 +180,8 @@ class Location:
 
     Attributes:
         keys: the keys from the outermost section to the setting.
-        section: the class of the innermost section; None within a mapping.
+        section: the class of the innermost section; None below a setting that is no section, such
+            as a key of a mapping.
         chosen: the sections on the way that are one of several classes, from the outermost on.
     """
 
@@ -182,7 +195,7 @@ class Location:
 
 
 def read_section(values: Any, keys: Iterable[str]) -> Any:
-    """Return what the user has set of the section at `keys`; None where that is nothing."""
+    """Return what the user has set of the section at `keys`; None if nothing is set."""
     for key in keys:
         values = values.get(key) if isinstance(values, Mapping) else None
     return values
@@ -191,7 +204,7 @@ def read_section(values: Any, keys: Iterable[str]) -> Any:
 def locate_setting(
     config: type[BaseModel], parts: Iterable[str | int], values: JsonMapping
 ) -> Location:
-    """Find the setting that an error of pydantic is about.
+    """Find the setting that an error of pydantic is about; `config/refusals.py` is the only caller.
 
     Args:
         config: the class of the configuration.

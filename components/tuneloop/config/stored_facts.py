@@ -2,7 +2,10 @@
 the weights.
 
 They are written to a directory that looks like the model's to whoever reads names, sizes, JSON and
-headers. Weights and tokenizers in it are holes of the right size.
+headers. Weights and tokenizers in it are holes of the right size: a reader of anything else in them
+gets zeros and no error. `config/model_facts.py` and `planning/` read the directory.
+
+`tests/unit/planning/test_model_references.py` tests it.
 """
 
 import functools
@@ -21,11 +24,14 @@ from tuneloop.formats.stored_models import FIELD, RUN, StoredModel, open_model
 from tuneloop.weights.layout import build_blame, parse_header
 
 PREVIEWS = "previews"
-"""The directory of previews below the cache."""
+"""The directory of previews below the cache (`core/cache.py`). A preview is made once for a digest
+and kept: after a change of what is read, those of earlier releases are still used, so give it
+another name then."""
 READ = (".json", ".jinja")
-"""Ends of the names of files that are read."""
+"""Ends of the names of files that are copied whole. Of ``.safetensors`` the header is copied; of
+all other files only the name and the size."""
 LARGEST = 1 << 20
-"""Bytes of the largest of these: a tokenizer may be larger, and nothing is read in it."""
+"""Bytes of the largest file that is copied. A larger one, mostly ``tokenizer.json``, is a hole."""
 READERS = 8
 """Files that are read at a time."""
 
@@ -41,7 +47,8 @@ class Preview:
     Attributes:
         directory: has what is read of it; None: it cannot be read.
         problem: why it cannot be read.
-        holds_in_pods: whether pods cannot read it, either: they may have other keys and files.
+        holds_in_pods: whether `problem` is the same for pods. It is not where this machine lacks
+            keys or a network, or the model is a file of this machine.
     """
 
     directory: Path | None
@@ -49,7 +56,8 @@ class Preview:
     holds_in_pods: bool = False
 
 
-# A command reads the facts of its model several times, and asks the store once.
+# A command reads the facts of its model several times, and asks the store once. A failure is
+# remembered, too, for as long as the process lives.
 @functools.lru_cache(maxsize=16)
 def preview_model(reference: str) -> Preview:
     """Read what is known of the base model in a store that `reference` names."""

@@ -2,7 +2,8 @@
 
 How much an optimizer does (learning rate, steps, epochs) differs between stages and stays in their
 own sections. The stages declare these parameters (`tuneloop.training.options`); here they are
-collected once, and a pipeline gives them to its `StageSpec`. `training/options.py` says in which
+collected once, and a pipeline gives them to its `StageSpec`, which passes each to a stage that has
+it. So a name that no stage has changes nothing, without a word. `training/options.py` says in which
 further places a new one has to be named.
 """
 

@@ -1,4 +1,7 @@
-"""Connect to a Kubernetes API server as kubectl would, and describe failures in one line."""
+"""Connect to a Kubernetes API server as kubectl would, and describe failures in one line.
+
+`kube/resize.py` does without it, in images that have no client library. The tests in
+`tests/unit/cluster/` use it against a small server, `tests/unit/cluster/api.py`."""
 
 import base64
 import gzip
@@ -14,9 +17,12 @@ from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
+"""Group, version and plural of Argo's workflows: the first arguments of `Connection`'s calls for
+custom objects."""
 OWNER = {"apiVersion": "/".join(WORKFLOWS[:2]), "kind": "Workflow"}
 """Owner reference, without name and uid, to the Workflow with which an object is to be deleted."""
 NAMESPACE = "tuneloop"
+"""The namespace that ``manifests/`` create, where no other one is asked for."""
 IN_CLUSTER = "in-cluster"
 """The context of a pod that uses its own account."""
 PATIENCE = 300.0
@@ -25,11 +31,15 @@ T = TypeVar("T")
 
 
 class Unreachable(UserError):
-    """The API server does not answer."""
+    """The API server does not answer. In a pod `translate_api_errors` raises `Unavailable` instead,
+    after which the pod is started again."""
 
 
 class ApiRefusal(UserError):
-    """The API server refuses a request: its HTTP status and its message."""
+    """The API server refuses a request: its HTTP status and its message.
+
+    Callers decide by `status`: 404 and 409 are expected in many places (`ignore_refusals`).
+    """
 
     def __init__(self, context: str, status: int, message: str) -> None:
         super().__init__("cluster", context, f"refused ({status}): {message}")
@@ -40,6 +50,9 @@ class ApiRefusal(UserError):
 @contextmanager
 def translate_api_errors(host: str, context: str) -> Iterator[None]:
     """Turn errors of the client library into those of this module.
+
+    The statuses that count as a failure of the server are listed here; `kube/resize.py` goes by
+    `core/http.py: is_transient`, which has all from 500 on.
 
     Raises:
         ApiRefusal: the server refuses the request.
@@ -75,6 +88,8 @@ def retry_until_available(
     pause: float = 1.0,
 ) -> T:
     """Call `look` until the API server answers without a failure, and return its result.
+
+    It is for calls that only read: a request that failed may have been carried out all the same.
 
     Pauses double from `pause` to 30 seconds.
 
@@ -123,7 +138,8 @@ def ignore_refusals(*statuses: int) -> Iterator[None]:
 
 
 def list_status_nodes(workflow: JsonMapping) -> list[JsonObject]:
-    """List the nodes of a workflow's status."""
+    """List the nodes of a workflow's status. Argo offloads nodes that are too many for an object
+    even when they are compressed, into a database if it has one: those are not seen here."""
     status = workflow.get("status", {})
     # The controller compresses nodes that are too large for an object.
     compressed = status.get("compressedNodes")
@@ -135,7 +151,8 @@ def list_status_nodes(workflow: JsonMapping) -> list[JsonObject]:
 
 
 def read_api_message(error: Any) -> str:
-    """Read the API server's message in an ApiException of Kubernetes' client, or of KFP's."""
+    """Read the API server's message in an ApiException of Kubernetes' client, or of KFP's, or in
+    any object with the attributes ``body`` and ``reason``."""
     try:
         body = json.loads(error.body)
         message = body.get("error_message") or body.get("message") or body["error"]
@@ -149,7 +166,9 @@ def read_api_message(error: Any) -> str:
 class Connection:
     """A connection to one namespace of a cluster.
 
-    All its calls raise `ApiRefusal`, `Unreachable` or `Unavailable`.
+    All its calls raise `ApiRefusal`, `Unreachable` or `Unavailable`, and so do calls of `core`,
+    `custom` and `auth`. An API of another group gets the same errors if it is made of the same
+    client of the library: ``BatchV1Api(connection.core.api_client)``.
 
     Attributes:
         namespace: the namespace of all objects.
@@ -208,7 +227,11 @@ class Connection:
     def list(
         self, group: str, version: str, plural: str, selector: str = ""
     ) -> "list[dict[str, Any]]":
-        """List the custom objects of the namespace, oldest first."""
+        """List the custom objects of the namespace, oldest first.
+
+        Times of creation are whole seconds: `cluster/run_workflows.py: get_workflow_age` orders the
+        workflows of a run further.
+        """
         answer = self.custom.list_namespaced_custom_object(
             group,
             version,

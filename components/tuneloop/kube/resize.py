@@ -2,6 +2,10 @@
 
 It does without Kubernetes' client library, which images that sample do not have. The token names
 the pod that it is bound to.
+
+`inference/server.py` starts it with the flag ``--asleep`` that `argo/resize.py` renders, where the
+policy and the volume with the token are described. Tests: `tests/unit/inference/test_resize.py`,
+and `tests/cluster/test_resize.py` on a cluster.
 """
 
 import base64
@@ -21,17 +25,21 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import IN_CLUSTER, ApiRefusal, read_api_message
 
 ACCOUNT_FILES = "/run/tuneloop/account"
-"""The folder with the token and API certificate of a pod that resizes itself; else it is missing."""
+"""The folder with the token and API certificate of a pod that resizes itself, where
+`argo/resize.py` mounts them; in any other pod it is missing."""
 CONTAINER = "main"
+"""The container whose requests change: Argo calls a template's container so."""
 PAUSE_S = 0.25
-"""Seconds before the first check whether the kubelet has resized; pauses double up to 5 seconds."""
+"""Seconds before the first check whether the kubelet has resized; pauses double up to 5 seconds. A
+request that the API server could not take is repeated after 20 times as long."""
 
 
 class PodResizer(threading.Thread):
     """Makes this pod request `asleep` while its server sleeps, and its original requests otherwise.
 
-    `change_phase` returns at once. A refusal is printed, and the server continues: its limits never
-    change.
+    `change_phase` returns at once; `inference/engine_loop.py` calls it. A refusal is printed, and
+    the server continues: its limits never change. Each resource of `asleep` has to be among the
+    pod's original requests.
     """
 
     def __init__(self, asleep: Mapping[str, str]) -> None:

@@ -4,7 +4,8 @@ Module names are read from the headers of the model's safetensors files. transfo
 fuses some modules while it loads them, so only what holds under any such change is refused here.
 The stage that trains asks peft itself.
 
-`planning/limits.py` is its only caller.
+`planning/limits.py` is its only caller, and `tests/unit/planning/test_limits.py` tests it. What it
+accepts is checked once more by the stage (`training/lora.py`).
 """
 
 import re
@@ -16,9 +17,10 @@ from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.weights.layout import read_header
 
 MATRIX = (".weight", ".qweight")
-"""Ends of the names of matrices, the second in quantized files."""
+"""Ends of the names of tensors that are matrices, the second in quantized files."""
 EMBEDDINGS = {"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out", "score"}
-"""Modules that no adapter may have: a tied output layer would share an embedding's."""
+"""Last parts of the names of modules that no adapter may have: a tied output layer would share an
+embedding's. `training/lora.py` decides it by the loaded model, and knows no names."""
 PREFIXES = ("", "model.", "transformer.")
 """What transformers may put before the names in a file, as where a base model's weights are loaded
 into a model with an output layer.
@@ -29,8 +31,8 @@ def check_target_modules(facts: ModelFacts, setting: str, lora: object) -> Itera
     """Find target modules that the model does not have.
 
     Args:
-        facts: of the base model; where its files are elsewhere nothing is found.
-        setting: that holds the adapters' options, as ``trainer.lora``.
+        facts: of the base model. If its files are not here, nothing is found.
+        setting: the key of the adapters' options, as ``trainer.lora``.
         lora: the options; None: no adapters.
     """
     targets = lora.get("target_modules") if isinstance(lora, Mapping) else None
@@ -71,7 +73,7 @@ def may_match(expression: str, modules: Sequence[str], *, is_renamed: bool) -> b
     Args:
         expression: as peft takes it.
         modules: by their names in the model's files.
-        is_renamed: transformers may know the modules by names of which nothing is known here.
+        is_renamed: transformers may give the modules names that are not known here.
     """
     if is_renamed:
         return True
@@ -89,7 +91,8 @@ def list_modules(facts: ModelFacts) -> list[str]:
     It is empty where these are not here or cannot be read.
     """
     if facts.directory is None:
-        # A model that is made here has layers of a known kind, and no files yet.
+        # A tiny model of `base_model` has no files yet; its layers are Llama's. Any other model
+        # without a directory has no linears, either.
         linears = facts.shape.linears if isinstance(facts.shape, Model) else {}
         return [f"model.layers.0.mlp.{name}" for name in linears]
     modules: dict[str, None] = {}
@@ -97,7 +100,7 @@ def list_modules(facts: ModelFacts) -> list[str]:
         try:
             tensors = read_header(path).tensors
         except Corrupt:
-            # Whoever loads the file says so.
+            # The stage that loads the file reports it.
             return []
         for name, tensor in tensors.items():
             # A norm has a weight, too, of one dimension.

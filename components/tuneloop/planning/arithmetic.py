@@ -6,7 +6,10 @@ generated token takes a pass over the weights and the KV cache of all sequences 
 at once, as fast as memory gives them or the device computes, and a prompt's 2 operations a
 parameter. Attention's own operations are left out.
 
-`tuneloop plan --device` prints it.
+`tuneloop plan --device` prints it, and `planning/cost.py` adds it up. Devices are in
+`training/devices.py`. It reads parameters of stages by their names (``max_steps``,
+``updates_per_batch``, ``n``, ``limit``, …), as `planning/plan.py: estimate_work` does: a new
+parameter by which a stage does more or less work has to be read in both.
 """
 
 import math
@@ -24,14 +27,14 @@ from tuneloop.workflow.plan import StagePlan, read_plan
 
 COMPUTING = 0.4
 READING = 0.6
-"""Shares of a device's operations and of its memory's bytes a second that are assumed to be
-reached.
+"""Shares (of 1) of a device's operations a second, and of its memory's bytes a second, that are
+assumed to be reached. `describe_assumptions` prints them.
 """
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The seconds of a pod, and the arithmetic."""
+    """The seconds of a stage in one pod, and the arithmetic in words."""
 
     seconds: float
     terms: str
@@ -47,7 +50,7 @@ class Accelerators:
 
     Attributes:
         count: how many there are; 0: it has none.
-        options: vLLM's own, of the engines that have them.
+        options: of the engine, by vLLM's names; other engines have some of them.
     """
 
     count: int
@@ -83,7 +86,8 @@ class Estimator:
         return self.device.bandwidth * READING
 
     def estimate_training(self, stage: StagePlan) -> Estimate:
-        """Estimate a stage that trains. Raises NotEstimated."""
+        """Estimate a stage that trains, once. Raises NotEstimated where what the arithmetic needs
+        is not known."""
         count = stage.resources.accelerators * stage.nodes
         reasons: list[str] = []
         if not count:
@@ -94,7 +98,7 @@ class Estimator:
         if reasons:
             raise NotEstimated(", and ".join(reasons))
         sequences, length = self._count_trained(stage)
-        # A weight costs two operations forward, two for its input's gradient, two for its own.
+        # A weight costs two operations forward, two for the gradient of its input, two for its own.
         operations = 6
         if stage.parameters.get("gradient_checkpointing") is True:
             operations += 2
@@ -116,7 +120,7 @@ class Estimator:
         setting = "max_length"
         sequences = 0.0
         if stage.number("updates_per_batch"):
-            # A batch of rollouts is trained on once.
+            # A batch of rollouts is trained on once. Only a loop's trainer has this parameter.
             for sampler in self.pods.list_role("sampler"):
                 prompts = sampler.number("prompts_per_iteration")
                 sequences += _count_completions(sampler, prompts)
@@ -133,7 +137,8 @@ class Estimator:
         return sequences, length
 
     def estimate_generation(self, stage: StagePlan) -> Estimate:
-        """Estimate a stage that generates, itself or by the servers. Raises NotEstimated."""
+        """Estimate a stage that generates, itself or by the servers, once. Raises NotEstimated
+        where what the arithmetic needs is not known."""
         if "tasks" in stage.parameters:
             raise NotEstimated("its tasks decide how much it generates")
         accelerators = self._find_accelerators(stage)
@@ -179,7 +184,7 @@ class Estimator:
         share = math.ceil(sequences / engines)
         at_once = min(share, accelerators.read_option("max_num_seqs", SEQUENCES))
         steps = math.ceil(share / at_once) * length
-        # On the mean half of a completion is in the cache.
+        # On average half of a completion is in the cache.
         mean = context - length / 2
         read_bytes = 2 * weights + at_once * mean * cache_bytes
         reading_s = read_bytes / self.bandwidth
@@ -284,5 +289,6 @@ def describe_assumptions(name: str) -> str:
 
 
 def _count_completions(stage: StagePlan, prompts: float | None) -> float:
-    """Count the completions of a pod to so many prompts; an evaluator has a limit of rows."""
+    """Count the completions of a pod to so many prompts; None: to the rows of an evaluator
+    (``limit``)."""
     return (prompts or stage.number("limit") or 0) * (stage.number("n") or 1)

@@ -1,9 +1,11 @@
 """What a checkpoint takes in the store.
 
-``model/`` has all weights, in the dtype in which they are saved. ``trainer/`` has the trainer's
+``model/`` has all weights, in the dtype of the setting `save_dtype`. ``trainer/`` has the trainer's
 state of the parameters that are trained, in full precision.
 
-`plan` prints it, and `planning/disk.py` adds it up for a run.
+`planning/plan.py` prints it, and `planning/disk.py` adds it up for a run. What is written, and in
+which dtype, is decided by `training/checkpoint.py`: a file that it adds is not counted until it is
+added here.
 """
 
 from dataclasses import dataclass
@@ -32,7 +34,8 @@ class CheckpointSize:
 
 
 def estimate_checkpoint(stage: StagePlan, model: Model, base_dtype: str | None) -> CheckpointSize:
-    """Estimate the checkpoint that a stage writes.
+    """Estimate one checkpoint of a stage, with the trainer's state: callers count how often that is
+    written (`state_every`).
 
     Args:
         stage: trains, or saves a model.
@@ -58,7 +61,7 @@ def choose_width(stage: StagePlan, base_dtype: str | None) -> int:
     """
     dtype = stage.parameters.get("save_dtype", "auto")
     if dtype == "auto":
-        # The dtype of a model that is not here, in which most are published.
+        # Of a model whose dtype is not known: most are published in bfloat16.
         dtype = base_dtype or "bfloat16"
     return 4 if dtype == "float32" else 2
 

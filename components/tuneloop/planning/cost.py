@@ -1,6 +1,7 @@
 """How many hours a workflow takes, and what its accelerators cost, by the seconds of its stages.
 
-`tuneloop plan` prints it, by the seconds of a run before or of `planning/arithmetic.py`.
+`tuneloop plan` prints it, by the seconds of an earlier run (`--measured`) or of
+`planning/arithmetic.py` (`--device`).
 """
 
 import statistics
@@ -16,13 +17,14 @@ from tuneloop.workflow.plan import ServerPlan, StagePlan, read_plan
 REQUEUE_S = 10.0
 """Seconds between two pods that follow one another.
 
-Argo looks at a workflow again so long after a pod has ended. It is its controller's
+Argo's controller looks at a workflow again after so long. It is the controller's variable
 ``DEFAULT_REQUEUE_TIME``, which an admin may lower; measured on Argo 3.7.6.
 """
 
 
 def read_seconds(run: Run) -> dict[str, float]:
-    """Return stage → the median of the seconds that it took in `run`."""
+    """Return template of a stage → the median of the seconds that it took in `run`. All artifacts
+    of a stage count together, under whatever names its tasks were drawn."""
     seconds: dict[str, list[float]] = {}
     for entry in run.entries:
         # A plan names stages by their templates.
@@ -38,9 +40,9 @@ class Usage:
     Attributes:
         total_s: of the whole workflow.
         device_s: seconds times accelerators.
-        terms: how `total_s` comes about.
-        unknown: stages of unknown seconds.
-        unknown_devices: those of them that hold accelerators.
+        terms: how `total_s` comes about, a text for each stage.
+        unknown: stages whose seconds are not known; they are not in the sums.
+        unknown_devices: those of `unknown` that hold accelerators.
     """
 
     total_s: float
@@ -51,7 +53,8 @@ class Usage:
 
 
 def compute_usage(pods: PlannedPods, seconds: Mapping[str, float]) -> Usage:
-    """Add up the `seconds` of stages, by their templates."""
+    """Add up the `seconds` of stages, by their templates. Pods that are neither stages nor servers,
+    such as the step ``continue``, count only as pauses (`REQUEUE_S`)."""
     usage = Usage(total_s=REQUEUE_S * pods.counts.total)
     server_devices = 0
     for name, pod in pods.by_template.items():

@@ -3,8 +3,11 @@
 This follows from the workflow's graph, and from how its plan divides the loop among pods. Counts
 are upper bounds where the graph decides while it runs (``when``, loops that may stop early).
 
-Everything that plans reads these counts, by `PlannedPods`. They go by the graph as it is rendered,
-so that a graph of another shape counts right, too.
+All other modules of `planning/` read these counts, by `PlannedPods`. They go by the graph as it is
+rendered, so that a graph of another shape counts right, too. What they have to recognize in it is:
+a template that calls itself (the loop), daemons, and two programs by their commands
+(`tuneloop.cluster.continue_run` and `RESERVES`): a third step that runs once in each workflow of a
+run needs a line in `count_pods`. `tests/unit/planning/test_plan.py` tests it.
 """
 
 import math
@@ -17,7 +20,8 @@ from tuneloop.workflow.manifest import list_calls
 from tuneloop.workflow.plan import LoopPlan, RunPlan
 
 RESERVES = "tuneloop.cluster.reservations"
-"""The program of the step with which each workflow of a run begins, where runs share claims."""
+"""The program of the step with which each workflow of a run begins, where runs share claims
+(`extensions/sharing/claim_steps.py`)."""
 UNLIMITED = 1 << 30
 """Iterations of a workflow that states no limit."""
 
@@ -28,9 +32,10 @@ class RunCounts:
     graph.
 
     Attributes:
-        pods: template → pods.
-        stages: the same, but with the runs of the stages in place of the pods that run iterations.
-        iteration_pods: how many pods run iterations.
+        pods: template → number of its pods.
+        stages: the same, but in place of the template whose pods run iterations it has each stage
+            that they run → how often it runs.
+        iteration_pods: how many pods run iterations; 0 where each stage has a pod.
     """
 
     pods: Counter[str]
@@ -80,7 +85,8 @@ def count_iteration_pods(loop: LoopPlan, iterations: int) -> int:
 
 
 def count_pods(workflow: JsonMapping) -> Counter[str]:
-    """Count template → pods, as if each pod of iterations ran one."""
+    """Count the pods of each template, as if each pod of iterations ran one iteration. Templates
+    that are graphs are not counted, except an exit handler (``onExit``)."""
     templates = index_templates(workflow)
     iterations = count_iterations(workflow)
     counts: Counter[str] = Counter()
@@ -133,7 +139,8 @@ def index_templates(workflow: JsonMapping) -> dict[str, JsonMapping]:
 
 
 def count_iterations(workflow: JsonMapping) -> int:
-    """Count the iterations of a workflow's loop at most; 1 where it has none."""
+    """Return the most iterations of a run's loop, in all its workflows; 1 where it has no loop. The
+    names of the parameters are those of `argo/pipeline.py: read_limits`."""
     return read_parameter(workflow, "iterations", 1)
 
 

@@ -3,7 +3,9 @@
 Checkpoints count (`tuneloop.planning.checkpoint_size`). Rollouts, rewards and the manifests are
 small beside them and are left out, and so are published weight versions.
 
-`plan` prints the footprint, and `check_store` is asked by `run` and by forks before they start.
+`plan` prints the footprint, and `run` asks `check_store` before it starts a new run
+(`cli/execute.py`); a fork, a resume and runs on clusters do not. The tests are in
+`tests/unit/planning/test_limits.py`.
 """
 
 import math
@@ -27,7 +29,7 @@ from tuneloop.stages.export import export
 from tuneloop.workflow.plan import StagePlan, find_plan
 
 ADAPTER_SHARE = 0.1
-"""Bytes of exported adapters as a part of the model's: more than usual ranks take."""
+"""Bytes of exported adapters, divided by the model's: more than usual ranks take."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Footprint:
         iteration: that one iteration writes.
         iterations: how many there are at most.
         retained: of the loop's checkpoints, at most at a time.
-        rule: which of these checkpoints stay, in words.
+        rule: which of these checkpoints stay, in words; empty without a loop.
     """
 
     once: float
@@ -108,6 +110,9 @@ def _add_loop(
         state_bytes: of the trainer's state that comes with every `state_every`-th model.
         update: the loop's trainer, whose parameters say what stays.
         iterations: how many there are at most.
+
+    What is counted as kept follows `training/old_checkpoints.py: delete_old_checkpoints`: change
+    both.
     """
     every = int(update.number("state_every") or 1)
     limit = update.number("save_total_limit")
@@ -142,7 +147,8 @@ def _add_loop(
 
 
 def estimate_stage_bytes(stage: StagePlan, model: Model, base_dtype: str | None) -> float | None:
-    """Estimate the bytes that a stage outside the loop stores; None where they are not known."""
+    """Estimate the bytes that a stage outside the loop stores; None where they are not known. A
+    stage with an artifact of another kind than those below counts as 0."""
     component = stage.component
     size = estimate_checkpoint(stage, model, base_dtype)
     if component is base_model:

@@ -1,8 +1,14 @@
 """Limits that can be known before anything starts: of the base model, its context, memory and
 devices.
 
-`find_limits` is the one list of checks, which `plan`, `lint`, `run` and `submit` share. Everything
-is read from the rendered workflow and from the model's files; nothing is loaded.
+`find_limits` is the one list of checks, which `plan`, `lint`, `run`, `submit`, `schedule` and the
+commands for Kubeflow Pipelines share; a fork on this machine makes none. Everything is read from
+the rendered workflow and from the model's files; nothing is loaded. `cli/checks.py: check_limits`
+prints and refuses.
+
+A workflow without a plan, or whose stages lack `base_model`, is not checked at all. A check reads
+stages and parameters by their names, so a parameter that is renamed ends the check without a word,
+unless a line of `tests/unit/planning/test_limits.py` or `tests/unit/cli/mistakes.py` notices.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +52,8 @@ from tuneloop.workflow.plan import NATIVE, VLLM, PodPlan, ServerPlan, StagePlan,
 from tuneloop.workflow.quantities import parse_resource_quantity
 
 LARGEST_NODE = 8 << 40
-"""Bytes of memory that no node has: a pod that needs more is never scheduled."""
+"""Bytes of memory (8 TiB) that no node has: a pod that needs more is never scheduled. It also
+stands for the limit of a pod that has none."""
 GPU_SHARE = 0.95
 """The part of an accelerator's memory that programs can use: the driver and CUDA's context have the
 rest.
@@ -62,8 +69,11 @@ class Limit:
     """Something that a run would break.
 
     Attributes:
-        is_estimate: whether it follows from arithmetic that a user may overrule.
-        is_note: whether the run goes on all the same, though probably not as the user intends.
+        error: the setting, its value, and what to do.
+        is_estimate: whether it follows from arithmetic that a user may overrule
+            (`--ignore-limits`).
+        is_note: whether the run goes on all the same, though probably not as the user intends; it
+            is only printed.
     """
 
     error: UserError
@@ -90,8 +100,9 @@ class CheckedRun:
     mounts: Sequence[str] | None = None
 
     def name_setting(self, stage: StagePlan, parameter: str) -> str:
-        """Return the setting of a stage's parameter: its section's, where the configuration has
-        one.
+        """Return the key of the setting of a stage's parameter: in the section of the stage, else
+        in ``trainer``. If neither has the parameter, the key begins with the stage's name and may
+        be none that the user can set.
         """
         component = stage.component
         name = component.name if component else stage.template
@@ -112,7 +123,8 @@ GPU_SETTINGS = {
     "use_liger_kernel": True,
     "attn_implementation": "flash_attention_2",
 }
-"""Setting of a trainer → the value that needs a GPU."""
+"""Parameter of a stage that trains → the value that needs a GPU. A further one that needs a GPU
+goes here."""
 
 
 def find_limits(
@@ -206,7 +218,8 @@ def check_adapter_base(run: CheckedRun, adapter: AdapterFiles) -> Iterator[UserE
 
 
 def check_pod_paths(run: CheckedRun) -> Iterator[UserError]:
-    """Find paths of this machine in the settings of a run that is about to be submitted."""
+    """Find paths of this machine in the settings of a run that is about to be submitted. A
+    parameter that names a file and is not asked for here fails in its pod."""
     if run.mounts is None:
         return
     for stage in run.pods.list_stages_of(base_model):
@@ -239,13 +252,15 @@ def check_conversations(run: CheckedRun) -> Iterator[UserError]:
     """Find choices of how conversations are learned that a trainer of another backend ignores.
 
     Such a trainer reads the text of conversations, and not the rows that tuneloop makes of them.
+    The stage itself refuses them, too (`training/delegation.py`), by the same list
+    `CONVERSATION_CHOICES`.
     """
     delegated = [stage for stage in run.pods.list_stages_of(sft) if is_delegated(stage)]
     if not delegated:
         return
     for stage in run.pods.list_stages_of(data_prep):
-        # Another backend reads whole conversations as text. The choices, such as a row for each turn,
-        # take effect when tuneloop makes tokens, which it does not read.
+        # The choices take effect when tuneloop makes tokens of conversations. Another backend does
+        # not read these tokens, but the text.
         for name, default in CONVERSATION_CHOICES.items():
             value = stage.parameters.get(name, default)
             if value != default:
@@ -315,7 +330,8 @@ def check_data_address(setting: str, address: str, split: str) -> Iterator[UserE
 
 
 def list_data_sources(stage: StagePlan) -> list[TableSource]:
-    """List what `data_prep` reads tables from, as it opens them."""
+    """List what `data_prep` reads tables from. It repeats how `data/sources.py` reads the
+    parameters ``source``, ``source_args`` and ``mixture``, without opening anything."""
     source = stage.parameters.get("source", "")
     mixture = stage.parameters.get("mixture")
     arguments = dict(stage.parameters.get("source_args", {}))
@@ -370,7 +386,7 @@ def check_prompt_room(
         model_context: the most tokens that the model takes; None: not known.
         engine_context: the engine's own limit; None: it has none.
     """
-    # The model's own limit is named where both are equal: it is the one that cannot be raised.
+    # If both limits are equal, the model's own is named, which cannot be raised.
     if model_context and (not engine_context or model_context <= int(engine_context)):
         remedy = f"leaves no room for a prompt in the model's context ({model_context}): lower it"
         limit = model_context
@@ -430,7 +446,7 @@ def check_shared_gpu(run: CheckedRun) -> Iterator[UserError]:
     servers = run.pods.servers
     if not servers or not run.machine.has_shared_gpu or run.facts.is_demo:
         return
-    # How the server of another engine takes memory is its own affair.
+    # How the server of another engine takes memory is not known.
     if servers[0].kind != VLLM:
         return
     args = servers[0].engine_args
@@ -525,7 +541,8 @@ def find_pod_room(pod: PodPlan) -> Room | None:
 
 
 def name_largest(run: CheckedRun, pod: PodPlan, parts: Sequence[Part]) -> tuple[str, object]:
-    """Return the setting, and its value, on which the largest part of a pod's memory depends."""
+    """Return the setting, and its value, on which the largest part of a pod's memory depends, by
+    the kinds of `argo/memory_estimate.py: PartKind`."""
     kind = max(parts, key=lambda part: part.size).kind
     # A server's cache has a size of its own, and does not grow with its sequences.
     if not isinstance(pod, StagePlan):
@@ -582,4 +599,5 @@ CHECKS = (
     Check(check_memory, is_estimate=True),
     Check(check_warmup, is_note=True),
 )
-"""In the order of their lines. A further check is a function and its line here."""
+"""The checks, in the order in which their lines are printed. A further check is a function and its
+line here. The room in a store is another list of one: `planning/disk.py: check_store`."""

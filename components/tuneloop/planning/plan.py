@@ -3,7 +3,8 @@
 It is read from the workflow's graph and its plan (`tuneloop.workflow.plan`). Counts that the graph
 decides while it runs are shown as bounds.
 
-`tuneloop plan` prints it; it refuses nothing, which is `planning/limits.py`'s part.
+`tuneloop plan` prints it; it refuses nothing, which is `planning/limits.py`'s part. Work and steps
+are read from parameters of stages by their names, as in `planning/arithmetic.py`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,19 +33,20 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
 PRESET = " (preset)"
-"""Behind the memory of a pod that is the same for all models."""
+"""Stands behind the memory of a pod that is the same for all models."""
 IN_PART = " (in part)"
-"""Behind the memory of a pod whose needs are known in part: it may take more."""
+"""Stands behind the memory of a pod whose needs are known in part: it may take more."""
 
 
 SHARED = " (one pod)"
-"""Behind the memory of the pod that runs a stage with the others of an iteration."""
+"""Stands behind the memory of the pod that runs a stage with the others of an iteration."""
 MEMORY_NOTES = {
     PRESET: "the same for all models",
     IN_PART: "estimated in part: it may take more",
     SHARED: "one pod runs these stages one after another",
 }
-"""Qualification of a pod's memory → what it means."""
+"""What stands behind a pod's memory → what it means, as printed below the table. A further
+qualification has to be here, or it is not explained."""
 
 
 def render_plan(name: str, workflow: JsonMapping) -> "RenderableType":
@@ -126,7 +128,8 @@ def _draw_table(templates: Mapping[str, JsonMapping], pods: PlannedPods) -> "Tab
 
 
 def _explain_memory(pods: PlannedPods) -> str:
-    """Explain what is said behind the memory of pods in the table."""
+    """Explain the qualifications behind the memory of pods in the table; empty if there are
+    none."""
     loop = pods.plan.loop
     used = {_qualify_memory(pods, pod) for pod in pods.by_template.values()}
     if loop and loop.pod:
@@ -136,7 +139,7 @@ def _explain_memory(pods: PlannedPods) -> str:
 
 
 def _qualify_memory(pods: PlannedPods, pod: PodPlan) -> str:
-    """Return what to say behind a pod's memory: how much of its needs is known."""
+    """Return the qualification of a pod's memory: how much of its needs is known."""
     model = pods.model
     if not isinstance(model, Model):
         return PRESET
@@ -185,8 +188,12 @@ def _describe_checkpoints(pods: PlannedPods) -> list[str]:
 
 
 def count_prompts(stage: StagePlan) -> float | None:
-    """Count the prompts whose completions a pod of a sampler hands on; of groups that are carried,
-    those of a batch.
+    """Count the prompts whose completions a pod of a sampler hands on; None where they are not
+    known.
+
+    With `carry_after` unfinished groups go into the next iteration, and only those of a batch are
+    handed on. Without it all `oversampled_prompts` are handed on, and the update takes a batch of
+    them.
     """
     prompts = stage.number("prompts_per_iteration")
     if stage.number("carry_after"):
@@ -237,7 +244,8 @@ def describe_completions(stage: StagePlan, times: int) -> str:
     text = f"{factors} = {total:,.0f} completions"
     longest = stage.number("max_tokens")
     if longest:
-        # Groups that are carried have been sampled, and the last iteration leaves some.
+        # With `carry_after` the first iteration samples more prompts than a batch has; the later
+        # ones as many as they hand on.
         oversampled = stage.number("oversampled_prompts") or prompts
         sampled = total + (oversampled - prompts) * completions
         text += f", at most {sampled * longest:,.0f} tokens"

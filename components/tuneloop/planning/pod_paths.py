@@ -1,4 +1,7 @@
-"""Paths of this machine in the settings of a run that pods carry out: pods do not see them."""
+"""Paths of this machine in the settings of a run that pods carry out: pods do not see them.
+
+`planning/limits.py: check_pod_paths` names the settings that may be paths: a new setting of that
+kind has to be added there. `tests/unit/planning/test_model_references.py` tests it."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -44,7 +47,7 @@ def list_mounted_paths(workflow: JsonMapping, source: str = "") -> list[str]:
 
 
 def check_model_path(setting: str, name: str, mounts: Sequence[str]) -> Iterator[UserError]:
-    """Find a base model that is a path, and not below a volume of the pods."""
+    """Find a base model that is a path of this machine, and not below a volume of the pods."""
     if is_reference(name) and "://" in name:
         return
     # A directory here may have the form of a name on the hub, which pods would take it for.

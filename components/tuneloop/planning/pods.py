@@ -1,6 +1,8 @@
 """The stages and servers that a workflow starts, and the base model that they work on.
 
-It joins the plan (what runs) with the graph (how often), for all other modules here.
+It joins the plan (what runs) with the graph (how often), for all other modules here. Templates that
+the plan does not name, such as the step ``continue`` and those of extensions, are in `counts` and
+not in `by_template`.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ class PlannedPods:
         plan: the workflow's.
         counts: how often each of them runs at most.
         by_template: template → stage or server, in the order of the graph. The stages that a pod of
-            iterations runs stand here in its place.
+            iterations runs stand here in its place; a stage of several nodes has the template of
+            its job (`StagePlan.job_template`).
     """
 
     plan: RunPlan

@@ -1,8 +1,8 @@
 """Warm-ups that take the whole training: the learning rate never reaches its value.
 
 It looks at stages for which a user has set the number of steps. Where epochs are set instead, the
-number of steps depends on the data, and the warm-up is at most a tenth of it
-(`tuneloop.training.delegation`), so there is nothing to find.
+number of steps depends on the data, and the warm-up is at most a tenth of it (`WARMUP_PARTS` of
+`training/delegation.py`), so there is nothing to find.
 
 `planning/limits.py` prints what is found as a note.
 """
