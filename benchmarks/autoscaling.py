@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.unit.cluster.fleet_simulation import tabulate
+from tests.extensions.fleets.fleet_simulation import tabulate
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import tuneloop.stages
 from tuneloop.argo.pod_fields import find_role
 from tuneloop.core.component import Component
+from tuneloop.core.hooks import list_shipped_extensions
 from tuneloop.core.program import to_kebab_case
 from tuneloop.kfp.previews import render_markdown_table
 
@@ -26,6 +27,9 @@ def load_stages() -> Iterator[Component]:
             f"tuneloop.stages.{module.name} defines another stage than {module.name}"
         )
         yield made
+    for extension in list_shipped_extensions():
+        for path in extension.stages.values():
+            yield extension.load(path)
 
 
 def render_stage_page(stage: Component) -> str:

@@ -18,12 +18,12 @@ from kfp import dsl
 from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_jobset import SMALL
 from tests.cluster.volumes import apply
-from tuneloop.argo.trainjob import as_trainjob
 from tuneloop.config.loading import find_pipeline
 from tuneloop.config.pipeline import Kfp
+from tuneloop.extensions.trainers.kfp_step import NAME, format_placeholder, launch_step
+from tuneloop.extensions.trainers.launch import job_name
+from tuneloop.extensions.trainers.trainjob import as_trainjob
 from tuneloop.kfp.client import compile_to
-from tuneloop.kfp.jobs import NAME, format_placeholder, launch_step
-from tuneloop.kfp.launch import job_name
 from tuneloop.kube.connection import Connection
 from tuneloop.training.backends.native import Native
 

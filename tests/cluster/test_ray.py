@@ -6,8 +6,8 @@ import pytest
 
 from tests.cluster.test_jobset import SMALL
 from tests.cluster.test_trainjob import launched
-from tuneloop.argo.trainjob import prepare_rayjob
 from tuneloop.core.artifacts import Artifact
+from tuneloop.extensions.trainers.trainjob import prepare_rayjob
 from tuneloop.kube.connection import Connection
 from tuneloop.stages.data_prep import data_prep
 

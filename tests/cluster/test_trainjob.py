@@ -13,7 +13,11 @@ from tests.cluster.test_jobset import RUN, SMALL
 from tests.cluster.volumes import apply, volume
 from tuneloop.argo.run_plan import plan_stages
 from tuneloop.argo.template import define_workflow, stage_template
-from tuneloop.argo.trainjob import (
+from tuneloop.cluster import run_workflows
+from tuneloop.cluster import submit as argo
+from tuneloop.cluster.launch import delete_job, launch_job
+from tuneloop.cluster.watch import read_nodes
+from tuneloop.extensions.trainers.trainjob import (
     as_job,
     as_rayjob,
     as_trainjob,
@@ -22,10 +26,6 @@ from tuneloop.argo.trainjob import (
     build_rayservice,
     dump_manifest,
 )
-from tuneloop.cluster import run_workflows
-from tuneloop.cluster import submit as argo
-from tuneloop.cluster.launch import delete_job, launch_job
-from tuneloop.cluster.watch import read_nodes
 from tuneloop.kube.connection import Connection
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep

@@ -254,7 +254,7 @@ def build_argo(config):
 CHECKS = """
 import pytest
 
-from tuneloop.argo.trainjob import as_trainjob
+from tuneloop.extensions.trainers.trainjob import as_trainjob
 from tuneloop.cli import run_cli
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.training.backends import load_backend, run_here

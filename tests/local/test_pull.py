@@ -26,9 +26,9 @@ from tests.policies import commit_policy
 from tests.waiting import LIMIT_S, free_port, until
 from tests.warm import python
 from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.extensions.fleets.conformance import Probe, run_checks
 from tuneloop.formats.canary import write_canary
 from tuneloop.formats.rollouts import Request
-from tuneloop.inference.conformance import Probe, run_checks
 from tuneloop.inference.engine_loop import EngineLoop
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._client import Client

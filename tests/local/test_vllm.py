@@ -25,9 +25,9 @@ from tests.policies import commit_policy, commit_prompts, model
 from tests.unit.sharing.test_snapshot import DRIVER, install_stand_in
 from tests.waiting import LIMIT_S, until
 from tests.warm import forked, python
-from tuneloop.cluster.autoscaler import count_requests
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.extensions.fleets.autoscaler import count_requests
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.inference.engines import Sampling, _readback

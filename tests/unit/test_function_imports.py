@@ -37,7 +37,7 @@ def list_modules() -> dict[str, Path]:
 
 
 MODULES = list_modules()
-COMMAND = re.compile(r"\.extensions\.\w+\.commands?$")
+COMMAND = re.compile(r"\.extensions\.\w+\.(\w+_)?commands?$")
 """Commands import what they need when they run, as those of `tuneloop.cli` do."""
 
 

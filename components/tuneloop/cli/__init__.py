@@ -18,9 +18,7 @@ from tuneloop.cli import (
     author,
     cluster,
     doctor,
-    endpoint,
     execute,
-    fleet,
     gc,
     generate,
     inspect,
@@ -95,8 +93,6 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
         "store": store.app,
         "cluster": cluster.app,
         "kfp": kfp.app,
-        "endpoint": endpoint.app,
-        "fleet": fleet.app,
     },
 }
 """Heading → name → the function of a command, or the app of a group of commands."""

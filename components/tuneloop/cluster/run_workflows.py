@@ -35,7 +35,7 @@ def prepare_workflow(
 ) -> JsonObject:
     """Prepare `workflow` as `submit.create_workflow` sends it: named and, with the pods of its
     templates, labelled by its run. Pods of jobs get their labels in `argo/jobset.py` and
-    `argo/trainjob.py`.
+    `extensions/trainers/trainjob.py`.
 
     `submit`, `schedule`, `doctor`, sweeps and `diff` call it. A parameter that is added has to be
     given by `cluster/drift.py: _prepare_like`, too, else `diff` shows what it changes.

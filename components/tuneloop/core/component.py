@@ -57,6 +57,7 @@ from tuneloop.core.artifacts import (
 from tuneloop.core.attempts import admit_attempt
 from tuneloop.core.context import Options, Params, Stage, handle_signals
 from tuneloop.core.errors import UserError
+from tuneloop.core.hooks import find_extension_stage
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import to_kebab_case
 from tuneloop.core.provenance import collect_provenance, list_device_ids
@@ -498,10 +499,10 @@ def find_component(module: str, template: str = "", *, load: bool = False) -> Co
     """Find the stage that `module` defines: the one called `template`, else the first, else None.
 
     Args:
-        load: import a module outside of tuneloop.stages, which may be a program that starts when it
-            is imported.
+        load: import a module that is neither one of tuneloop.stages nor a stage of an extension. It
+            may be a program that starts when it is imported.
     """
-    if load or module.startswith("tuneloop.stages."):
+    if load or module.startswith("tuneloop.stages.") or _is_extension_stage(module):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     names = vars(sys.modules[module]) if module in sys.modules else {}
@@ -513,6 +514,12 @@ def find_component(module: str, template: str = "", *, load: bool = False) -> Co
                 return value
             first = first or value
     return first
+
+
+def _is_extension_stage(module: str) -> bool:
+    """Return whether an extension declares the stage that a module of the same name has."""
+    path = find_extension_stage(module.rpartition(".")[2])
+    return path.partition(":")[0] == module
 
 
 REMEDIES = {

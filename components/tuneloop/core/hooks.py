@@ -7,8 +7,9 @@ no extension by its name. An extension that is absent adds nothing, and everythi
 This file is the whole list of hooks for extensions. Variants of the core's own families (engines,
 rewards, trackers, …) have the entry points of `tuneloop.core.plugins`.
 
-Who looks them up: `cli/__init__.py` (commands), `config/extended.py` (settings) and
-`workflow/pod_hook.py` (pods). A further hook is a field of `Extension`, and its place in the core.
+Who looks them up: `cli/__init__.py` (commands), `config/extended.py` (settings),
+`workflow/pod_hook.py` (pods), `core/component.py` and `runs/replay.py` (stages). A further hook is a
+field of `Extension`, and its place in the core.
 """
 
 import functools
@@ -43,6 +44,8 @@ class Extension:
             another one) → the pydantic class of the section, which is null unless it is set. The
             first sentence of the class's docstring describes it.
         pod: the `tuneloop.workflow.pod_hook.PodHook` that changes rendered pods; empty: none.
+        stages: name of a stage → its `tuneloop.core.component.Component`, for pipelines that have
+            it as a step. What reads a plan or replays a run loads the stage by it.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Extension:
     command_groups: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     pod: str = ""
+    stages: Mapping[str, str] = field(default_factory=dict)
 
     def load(self, path: str) -> Any:
         """Import the object ``package.module:attribute``.
@@ -109,3 +113,11 @@ def list_extensions() -> tuple[Extension, ...]:
         UserError: as `list_installed_extensions`.
     """
     return (*list_shipped_extensions(), *list_installed_extensions())
+
+
+def find_extension_stage(name: str) -> str:
+    """Return the path ``package.module:attribute`` of an extension's stage; empty: none has it."""
+    for extension in list_extensions():
+        if name in extension.stages:
+            return extension.stages[name]
+    return ""

@@ -17,6 +17,7 @@ from typing import Any
 from tuneloop.core.artifacts import STATED, Artifact, Manifest, split_ref
 from tuneloop.core.component import REPLAY_PARAMS, Component, find_component
 from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.hooks import find_extension_stage
 from tuneloop.core.wording import format_count
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.run_record import Run
@@ -150,9 +151,10 @@ def _find_replayable(run: Run, entry: Entry) -> Component:
     here.
     """
     stage = entry.manifest.stage
-    component = find_component(f"tuneloop.stages.{stage}")
+    path = find_extension_stage(stage)
+    component = find_component(path.partition(":")[0] or f"tuneloop.stages.{stage}")
     if component is None:
-        remedy = "is not one of tuneloop's own: only these can be replayed"
+        remedy = "is neither a stage of tuneloop nor of an extension: only these can be replayed"
         raise UserError("stage", stage, remedy)
     # The notes have the number of processes that trained, also for another backend. The provenance
     # has that of the stage's own, which is 1 where that backend starts others.

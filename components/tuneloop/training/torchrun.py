@@ -7,7 +7,7 @@ to commit a resume point. Here ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is a day, so t
 period is the limit.
 
 `core/component.py` (`build_command`) puts it into the command of every stage of several processes;
-`training/ray_driver.py` starts it on each node of a Ray cluster.
+`extensions/trainers/ray_driver.py` starts it on each node of a Ray cluster.
 """
 
 import os

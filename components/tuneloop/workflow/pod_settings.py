@@ -4,7 +4,7 @@ Its `metadata` and `spec` are a strategic-merge patch of Kubernetes' PodTemplate
 settings are shortcuts for the commonest parts of such a patch.
 
 A further shortcut is a field of `PodSettings`, with a line in its `merge` and `build_spec_patch`; where
-it cannot be said, it is refused: `argo/trainjob_pods.py` and `kfp/task_pod.py` (`MISSING`).
+it cannot be said, it is refused: `extensions/trainers/trainjob_pods.py` and `kfp/task_pod.py` (`MISSING`).
 docs/pods.md lists them.
 """
 

@@ -12,7 +12,6 @@ from tuneloop.argo.jobset import pod_spec
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.run_plan import plan_stage, plan_stages
 from tuneloop.argo.template import add_exit_handler, define_workflow, stage_template
-from tuneloop.argo.trainjob import as_workflow
 from tuneloop.cluster.pod_shapes import list_pod_shapes
 from tuneloop.cluster.run_workflows import as_template, prepare_workflow
 from tuneloop.cluster.schedule import build_check_spec
@@ -23,6 +22,7 @@ from tuneloop.extensions.sharing.claim_steps import list_entry_graphs
 from tuneloop.extensions.sharing.claims import find_placement_errors
 from tuneloop.extensions.sharing.lease_sidecar import NAME
 from tuneloop.extensions.sharing.settings import Share
+from tuneloop.extensions.trainers.trainjob import as_workflow
 from tuneloop.local.executor import execute_parts
 from tuneloop.planning.plan import render_plan
 from tuneloop.stages.data_prep import data_prep

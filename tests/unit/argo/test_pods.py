@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from tuneloop.argo.lint import lint_workflow
-from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, as_trainjob, as_workflow
 from tuneloop.cluster.pod_requests import compute_pod_requests
 from tuneloop.cluster.preflight import CHECKS, list_references
 from tuneloop.cluster.run_workflows import prepare_workflow
@@ -16,6 +15,13 @@ from tuneloop.cluster.serving import render_servers
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
+from tuneloop.extensions.trainers.trainjob import (
+    as_job,
+    as_jobset,
+    as_rayjob,
+    as_trainjob,
+    as_workflow,
+)
 from tuneloop.training.backends.native import Native
 from tuneloop.workflow.manifest import check_workflow, parse_applied_object
 from tuneloop.workflow.pod_settings import PodSettings

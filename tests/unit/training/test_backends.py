@@ -14,7 +14,9 @@ import yaml
 
 from tests.waiting import until
 from tuneloop.argo.lint import lint_workflow
-from tuneloop.argo.trainjob import (
+from tuneloop.core.errors import UserError
+from tuneloop.core.program import encode_value
+from tuneloop.extensions.trainers.trainjob import (
     as_job,
     as_jobset,
     as_rayjob,
@@ -24,8 +26,6 @@ from tuneloop.argo.trainjob import (
     build_rayservice,
     prepare_rayjob,
 )
-from tuneloop.core.errors import UserError
-from tuneloop.core.program import encode_value
 from tuneloop.stages.preference import preference
 from tuneloop.stages.sft import sft
 from tuneloop.training.backends import (

@@ -8,7 +8,7 @@ policy's, waits while no replica has it (409), goes to the next URL when a repli
 aborted by hanging up.
 
 The class of its settings is in `config/engines.py`; `tuneloop endpoint check` tries a server before
-a run (`inference/conformance.py`). It computes nothing in this process.
+a run (`extensions/fleets/conformance.py`). It computes nothing in this process.
 """
 
 import itertools

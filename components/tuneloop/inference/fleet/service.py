@@ -21,8 +21,8 @@ class Service:
 
     Attributes:
         port: of the pods; None: their only one.
-        context: of the kubeconfig, which `cli/fleet.py` sets; None: its current one, or the cluster
-            that this runs in.
+        context: of the kubeconfig, which `extensions/fleets/fleet_commands.py` sets; None: its
+            current one, or the cluster that this runs in.
     """
 
     endpoint = None

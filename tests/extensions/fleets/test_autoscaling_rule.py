@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.cluster.fleet_simulation import Trace, follow, simulate_run, tabulate
-from tuneloop.cluster.autoscaling_rule import AutoscalingRule, Iteration
+from tests.extensions.fleets.fleet_simulation import Trace, follow, simulate_run, tabulate
+from tuneloop.extensions.fleets.autoscaling_rule import AutoscalingRule, Iteration
 
 
 @pytest.mark.parametrize(

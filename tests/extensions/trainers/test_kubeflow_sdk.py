@@ -23,9 +23,9 @@ from kubeflow.trainer import (
 from kubernetes import client
 
 from tests.unit.cluster.api import Answering
-from tuneloop.argo.kubeflow_sdk import build_train_arguments
-from tuneloop.argo.trainjob import as_trainjob
 from tuneloop.core.errors import UserError
+from tuneloop.extensions.trainers.kubeflow_sdk import build_train_arguments
+from tuneloop.extensions.trainers.trainjob import as_trainjob
 from tuneloop.training.backends import LLMBackend
 from tuneloop.training.backends.native import Native
 from tuneloop.training.backends.torchtune import Torchtune

@@ -198,8 +198,8 @@ def autoscale_fleet(
     stand idle while the trainer works are not started. A failure of the first check ends the
     command; later ones are printed, and tried again.
     """
-    from tuneloop.cluster.autoscaler import scale_fleet
-    from tuneloop.cluster.autoscaling_rule import AutoscalingRule
+    from tuneloop.extensions.fleets.autoscaler import scale_fleet
+    from tuneloop.extensions.fleets.autoscaling_rule import AutoscalingRule
     from tuneloop.inference.fleet import open_fleet
     from tuneloop.inference.fleet.service import Service
 

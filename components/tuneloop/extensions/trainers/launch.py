@@ -1,4 +1,4 @@
-"""Run a job of the cluster as a task: ``python -m tuneloop.kfp.launch --namespace … --manifest …``
+"""Run a job of the cluster as a task: ``python -m tuneloop.extensions.trainers.launch --namespace … --manifest …``
 
 The manifest holds ``@name@`` where a parameter's value or an input artifact's reference belongs;
 ``@job_name@`` becomes a name derived from that parameter alone, so that a restarted launcher finds
@@ -26,7 +26,9 @@ Pods' names contain it, and have at most 63.
 
 def main(argv: Sequence[str]) -> int:
     """Launch and follow the job; return its exit code."""
-    parser = argparse.ArgumentParser(prog="tuneloop.kfp.launch", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tuneloop.extensions.trainers.launch", description=__doc__
+    )
     parser.add_argument("--executor-input", required=True)
     parser.add_argument("--manifest", required=True, help="JSON with marks")
     parser.add_argument("--namespace", required=True)

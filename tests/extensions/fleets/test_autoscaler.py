@@ -15,10 +15,10 @@ import pytest
 
 from tests.unit.cluster.api import Cluster, Reading, kubeconfig
 from tuneloop.cli import run_cli
-from tuneloop.cluster.autoscaler import count_requests, read_iteration, scale_fleet
-from tuneloop.cluster.autoscaling_rule import AutoscalingRule
 from tuneloop.core.artifacts import Draft
 from tuneloop.core.errors import Unavailable, UserError
+from tuneloop.extensions.fleets.autoscaler import count_requests, read_iteration, scale_fleet
+from tuneloop.extensions.fleets.autoscaling_rule import AutoscalingRule
 from tuneloop.inference.fleet.service import Service
 from tuneloop.runs.run_record import Run
 from tuneloop.workflow.settings import CLIENT_LABEL, RUN_LABEL

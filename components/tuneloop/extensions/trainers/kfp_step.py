@@ -81,7 +81,7 @@ def launch_step(
     cluster = (cluster or Cluster()).adjust_role("cpu", **SMALL)
     kfp = kfp or Kfp()
     if job["metadata"]["name"] != NAME:
-        remedy = "render it with tuneloop.kfp.jobs.NAME: every run has a name of its own"
+        remedy = "render it with tuneloop.extensions.trainers.kfp_step.NAME: every run has a name of its own"
         raise UserError("metadata.name", job["metadata"]["name"], remedy)
     signature: Signature = {}
     for name in inputs:
@@ -98,7 +98,7 @@ def launch_step(
         signature,
         DESCRIPTIONS,
         image,
-        ["python3", "-m", "tuneloop.kfp.launch"],
+        ["python3", "-m", "tuneloop.extensions.trainers.launch"],
         ["--namespace", kfp.jobs, "--manifest", manifest],
     )
     return make_step(create_task, image, cluster, kfp)

@@ -16,17 +16,17 @@ from tests.lm_eval_tasks import TEXTS, count_said, write_tasks
 from tests.policies import commit_policy
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Interrupted, Unavailable, UserError
-from tuneloop.formats.rollouts import Request
-from tuneloop.formats.tokens import load_tokenizer, stop_ids
-from tuneloop.inference.engines import Sampling
-from tuneloop.inference.engines.transformers import Transformers
-from tuneloop.runs.run_record import Run
-from tuneloop.stages.evaluate_lm_eval import (
+from tuneloop.extensions.evaluation.evaluate_lm_eval import (
     evaluate_lm_eval,
     find_metrics,
     hash_task_files,
     list_samples,
 )
+from tuneloop.formats.rollouts import Request
+from tuneloop.formats.tokens import load_tokenizer, stop_ids
+from tuneloop.inference.engines import Sampling
+from tuneloop.inference.engines.transformers import Transformers
+from tuneloop.runs.run_record import Run
 
 slow = pytest.mark.slow
 

@@ -1,6 +1,6 @@
 """Run one command on several nodes of a Ray cluster, with torchrun's rendezvous between them.
 
-    python -m tuneloop.training.ray_driver --nodes 2 --processes 4 -- python -m
+    python -m tuneloop.extensions.trainers.ray_driver --nodes 2 --processes 4 -- python -m
     tuneloop.training.torchrun -m tuneloop.stages.sft --policy …
 
 It is the entrypoint of a RayJob. Each node runs the command with its own ``PET_*`` variables, and
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    parser = argparse.ArgumentParser(prog="tuneloop.training.ray_driver")
+    parser = argparse.ArgumentParser(prog="tuneloop.extensions.trainers.ray_driver")
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--processes", type=int, default=1, help="ranks on each")
     parser.add_argument("--gpus", type=int, default=0, help="of each node")

@@ -39,7 +39,7 @@ def run_checks(
     from urllib.parse import urlsplit
 
     from tuneloop.core.artifacts import Artifact
-    from tuneloop.inference.conformance import Probe, run_checks
+    from tuneloop.extensions.fleets.conformance import Probe, run_checks
     from tuneloop.inference.engines.endpoint import check_url
 
     endpoint_url = check_url(url)

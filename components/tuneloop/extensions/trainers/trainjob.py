@@ -26,10 +26,10 @@ from tuneloop.argo.jobset import (
 )
 from tuneloop.argo.pod_fields import retried_pod_fields
 from tuneloop.argo.template import define_workflow
-from tuneloop.argo.trainjob_pods import build_override
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags
+from tuneloop.extensions.trainers.trainjob_pods import build_override
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends import LLMBackend
 from tuneloop.workflow.pod_hook import check_use, list_pod_hooks
@@ -220,7 +220,7 @@ def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = ""
     come before ``--``.
     """
     backend.validate()
-    entry = ["python", "-m", "tuneloop.training.ray_driver"]
+    entry = ["python", "-m", "tuneloop.extensions.trainers.ray_driver"]
     entry += ["--nodes", str(backend.nodes), "--processes", str(backend.processes)]
     if cluster.trainer.gpus:
         entry += ["--gpus", str(cluster.trainer.gpus)]

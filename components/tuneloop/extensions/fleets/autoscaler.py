@@ -11,9 +11,9 @@ further kind of object that is read here needs a right in its ``rights.yaml``.
 import re
 import time
 
-from tuneloop.cluster.autoscaling_rule import AutoscalingRule, Iteration
 from tuneloop.core.errors import Unavailable, UserError
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.extensions.fleets.autoscaling_rule import AutoscalingRule, Iteration
 from tuneloop.inference.fleet.service import Service
 from tuneloop.kube.connection import connect_to_cluster
 from tuneloop.runs.run_record import Run

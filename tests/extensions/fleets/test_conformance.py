@@ -9,8 +9,8 @@ import pytest
 from tests.unit.inference.peer import VOCABULARY, Model, Peer, serving
 from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.extensions.fleets.conformance import Probe, run_checks
 from tuneloop.formats.canary import Canary, Noise
-from tuneloop.inference.conformance import Probe, run_checks
 
 FAULTS = {
     "another version echoed": "weights",

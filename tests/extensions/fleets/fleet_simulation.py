@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tuneloop.cluster.autoscaling_rule import AutoscalingRule, Iteration
+from tuneloop.extensions.fleets.autoscaling_rule import AutoscalingRule, Iteration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,5 @@
+"""Trainers as jobs of other operators: TrainJob, JobSet, RayJob, Job, and a step of a KFP pipeline."""
+
+from tuneloop.core.hooks import Extension
+
+EXTENSION = Extension(name="trainers")
