@@ -9,7 +9,7 @@ that finds its output committed and reports it.
 
 `argo/template.py: stage_template` calls `jobset_steps` for a stage with ``nodes`` above 1. KFP
 launches JobSets from a task instead: `kfp/stage.py` builds them of `pod_spec`, `ranks_env` and
-`build_jobset`, which `argo/trainjob.py` uses, too.
+`build_jobset`, which `extensions/trainers/trainjob.py` uses, too.
 """
 
 import json
@@ -67,7 +67,7 @@ def read_field(name: str, path: str) -> JsonObject:
 
 RENDEZVOUS = read_field("PET_RDZV_ID", "metadata.labels['batch.kubernetes.io/controller-uid']")
 """Variable that is equal in all pods and changes with each restart: it names the data of an
-attempt. `argo/kubeflow_sdk.py` recognizes it by its value, as Trainer's runtimes set it themselves.
+attempt. `extensions/trainers/kubeflow_sdk.py` recognizes it by its value, as Trainer's runtimes set it themselves.
 """
 RESTART = read_field(ATTEMPT, "metadata.labels['jobset.sigs.k8s.io/restart-attempt']")
 """Variable with the number of restarts of the JobSet, which `core/attempts.py` reads as the
@@ -323,7 +323,7 @@ def check_names(workflow: JsonMapping, run: str) -> None:
 
 def ranks_env(name: str, nodes: int, processes: int) -> list[JsonObject]:
     """Build torchrun's ``PET_*`` variables in the pods of the JobSet `name`: a rendezvous at the
-    first. `argo/trainjob.py: as_job` replaces two of them for a pod without a JobSet.
+    first. `extensions/trainers/trainjob.py: as_job` replaces two of them for a pod without a JobSet.
     """
     rank = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return [

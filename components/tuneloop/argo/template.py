@@ -50,7 +50,7 @@ def define_workflow(
 ) -> Workflow:
     """Create a Workflow, to be used in a ``with`` block; it starts at the template ``main``.
 
-    All that runs on Argo is made by it: pipelines, graphs of users, jobs (`argo/trainjob.py:
+    All that runs on Argo is made by it: pipelines, graphs of users, jobs (`extensions/trainers/trainjob.py:
     as_workflow`). `cluster/run_workflows.py` and `cluster/schedule.py` change the result for a run
     or a schedule, and `argo/standalone.py` for `argo submit`.
 

@@ -7,8 +7,8 @@ the n that minimizes the device time of an iteration, ``(weight + n) × (W / n +
 ``sqrt(weight × W / U)``. The trainer idles for the W / n seconds of sampling, and the n replicas
 for the other U seconds. Neither W nor U depends on n, so the bound is stable.
 
-`cluster/autoscaler.py: scale_fleet` asks it and scales. A run and its fleet are simulated
-in `tests/unit/cluster/fleet_simulation.py`.
+`extensions/fleets/autoscaler.py: scale_fleet` asks it and scales. A run and its fleet are simulated
+in `tests/extensions/fleets/fleet_simulation.py`.
 """
 
 import math
@@ -40,7 +40,7 @@ class AutoscalingRule:
         weight: devices of the trainer for each device of a replica.
         tolerance: relative deviation from the target, and from a whole replica, that is ignored.
 
-    `cli/fleet.py: autoscale_fleet` gives the first five by position, from options that have
+    `extensions/fleets/fleet_commands.py: autoscale_fleet` gives the first five by position, from options that have
     defaults of their own: a field that is added comes after these, and does not change what the
     command does until it is an option there.
     """
