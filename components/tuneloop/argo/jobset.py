@@ -67,7 +67,8 @@ def read_field(name: str, path: str) -> JsonObject:
 
 RENDEZVOUS = read_field("PET_RDZV_ID", "metadata.labels['batch.kubernetes.io/controller-uid']")
 """Variable that is equal in all pods and changes with each restart: it names the data of an
-attempt. `extensions/trainers/kubeflow_sdk.py` recognizes it by its value, as Trainer's runtimes set it themselves.
+attempt. `extensions/trainers/kubeflow_sdk.py` recognizes it by its value, as Trainer's runtimes set
+it themselves.
 """
 RESTART = read_field(ATTEMPT, "metadata.labels['jobset.sigs.k8s.io/restart-attempt']")
 """Variable with the number of restarts of the JobSet, which `core/attempts.py` reads as the
@@ -419,4 +420,8 @@ def dump_manifest(manifest: JsonObject) -> str:
     full.
     """
     # PyYAML writes an anchor for an object that occurs twice; a copy through JSON has no such.
-    return yaml.safe_dump(json.loads(json.dumps(manifest)), sort_keys=False, width=10**6)
+    return yaml.safe_dump(
+        json.loads(json.dumps(manifest)),
+        sort_keys=False,
+        width=10**6,
+    )

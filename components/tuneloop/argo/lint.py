@@ -141,13 +141,21 @@ def _check_names(field: str, template: JsonMapping) -> Iterator[UserError]:
                 "names of stages in a graph are at most 128 letters, digits and dashes, "
                 "and begin with a letter or digit"
             )
-            yield UserError(f"{field}.{kind}", call.get("name"), remedy)
+            yield UserError(
+                f"{field}.{kind}",
+                call.get("name"),
+                remedy,
+            )
     for side in ("inputs", "outputs"):
         for kind in ("parameters", "artifacts"):
             for item in (template.get(side) or {}).get(kind) or ():
                 if not PARAMETER_NAME.match(str(item.get("name"))):
                     remedy = "names are letters, digits, dashes and underscores"
-                    yield UserError(f"{field}.{side}.{kind}", item.get("name"), remedy)
+                    yield UserError(
+                        f"{field}.{side}.{kind}",
+                        item.get("name"),
+                        remedy,
+                    )
 
 
 def _check_dag(field: str, template: JsonMapping, templates: Templates) -> Iterator[UserError]:
@@ -211,7 +219,11 @@ def _check_skipped_outputs(field: str, tasks: Templates) -> Iterator[UserError]:
             guards = [f"{skipped}.status", f"['{skipped}'].status"]
             if not any(guard in text for guard in guards):
                 remedy = f"may be skipped; guard by tasks.{skipped}.status"
-                yield UserError(f"{field}.tasks.{name}", f"tasks.{skipped}.outputs", remedy)
+                yield UserError(
+                    f"{field}.tasks.{name}",
+                    f"tasks.{skipped}.outputs",
+                    remedy,
+                )
 
 
 def _check_call(field: str, call: JsonMapping, templates: Templates) -> Iterator[UserError]:

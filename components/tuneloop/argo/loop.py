@@ -270,7 +270,12 @@ class IterationParts:
             return
         is_due: Any = g.inputs.parameters.iteration.as_int() % self.evaluate_every == 0
         values = dict(self.values) | trained
-        check = call_step(self.loop.check, self.templates, values, when=f"{is_due:=}")
+        check = call_step(
+            self.loop.check,
+            self.templates,
+            values,
+            when=f"{is_due:=}",
+        )
         # A server holds one version at a time.
         working >> check
         following.depends = f"{update.name} && ({check.name}.Succeeded || {check.name}.Skipped)"
@@ -420,7 +425,11 @@ def build_pods(loop: Loop, pod: Any) -> Any:
         arguments |= {name: Output(work, name) for name in loop.carry}
         reward = build_term(results, output_of(loop.reward))
         condition = build_same_workflow_condition(results.iteration, reward)
-        work >> template(name="next", arguments=arguments, when=f"{condition:=}")
+        work >> template(
+            name="next",
+            arguments=arguments,
+            when=f"{condition:=}",
+        )
     return template
 
 
@@ -470,13 +479,23 @@ def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
         arguments = build_input_tags(loop.constants)
         arguments["iteration"] = f"{results.iteration.as_int() + 1:=}"
         arguments |= trained
-        repeat >> proceed(name="continue", arguments=arguments, when=f"{condition:=}")
+        repeat >> proceed(
+            name="continue",
+            arguments=arguments,
+            when=f"{condition:=}",
+        )
         values = build_input_tags(loop.inputs) | trained
         last = repeat
         # One after the other: a server holds one version at a time.
         for name, step in steps_by_name.items():
             if step.name in templates:
-                task = call_once(step, templates, values, name, when=f"{~P(condition):=}")
+                task = call_once(
+                    step,
+                    templates,
+                    values,
+                    name,
+                    when=f"{~P(condition):=}",
+                )
                 last >> task
                 last = task
                 # All of them are skipped together where the run continues in another workflow.

@@ -298,7 +298,12 @@ def _estimate_step(stage: StagePlan, model: Model, sequences: float, length: flo
     return [
         Part("activations", "activations", f"{batch} × {layers}{ranks}", activations),
         # float32 logits and their gradient.
-        Part("logits", "logits", f"{numbers} × 8 bytes{ranks}", logits * 8 * stage.ranks),
+        Part(
+            "logits",
+            "logits",
+            f"{numbers} × 8 bytes{ranks}",
+            logits * 8 * stage.ranks,
+        ),
     ]
 
 

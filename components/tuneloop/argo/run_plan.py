@@ -74,7 +74,11 @@ def plan_stages(
     """
     stages: dict[str, StagePlan] = {}
     for spec in specs:
-        stages[spec.component.template] = plan_stage(spec, cluster, spec.accepted(wired))
+        stages[spec.component.template] = plan_stage(
+            spec,
+            cluster,
+            spec.accepted(wired),
+        )
     return plan_memory(RunPlan(pipeline=name, stages=stages), cluster)
 
 

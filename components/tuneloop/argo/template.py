@@ -50,9 +50,10 @@ def define_workflow(
 ) -> Workflow:
     """Create a Workflow, to be used in a ``with`` block; it starts at the template ``main``.
 
-    All that runs on Argo is made by it: pipelines, graphs of users, jobs (`extensions/trainers/trainjob.py:
-    as_workflow`). `cluster/run_workflows.py` and `cluster/schedule.py` change the result for a run
-    or a schedule, and `argo/standalone.py` for `argo submit`.
+    All that runs on Argo is made by it: pipelines, graphs of users, jobs
+    (`extensions/trainers/trainjob.py: as_workflow`). `cluster/run_workflows.py` and
+    `cluster/schedule.py` change the result for a run or a schedule, and `argo/standalone.py` for
+    `argo submit`.
 
     Args:
         name: the pipeline's.
@@ -129,7 +130,10 @@ def add_exit_handler(templates: list[Any], names: Sequence[str]) -> str | None:
     """
     if len(names) < 2:
         return names[0] if names else None
-    handler = DAG(name=EXIT_GRAPH, tasks=[Task(name=name, template=name) for name in names])
+    handler = DAG(
+        name=EXIT_GRAPH,
+        tasks=[Task(name=name, template=name) for name in names],
+    )
     templates.append(handler)
     return EXIT_GRAPH
 

@@ -278,7 +278,8 @@ def _choose_code(pods: Sequence[Any], status: JsonMapping) -> int:
 def main(argv: Sequence[str]) -> int:
     """Launch the job of a YAML file (``-``: standard input).
 
-    `extensions/trainers/launch.py` and `kfp/stage.py` call it with flags. ``--help`` prints the module's docstring.
+    `extensions/trainers/launch.py` and `kfp/stage.py` call it with flags. ``--help`` prints the
+    module's docstring.
     """
     import yaml
 

@@ -152,7 +152,8 @@ def _find_replayable(run: Run, entry: Entry) -> Component:
     """
     stage = entry.manifest.stage
     path = find_extension_stage(stage)
-    component = find_component(path.partition(":")[0] or f"tuneloop.stages.{stage}")
+    module = path.partition(":")[0] or f"tuneloop.stages.{stage}"
+    component = find_component(module)
     if component is None:
         remedy = "is neither a stage of tuneloop nor of an extension: only these can be replayed"
         raise UserError("stage", stage, remedy)

@@ -7,9 +7,9 @@ Trainer passes the reference as ``STORAGE_URI``. Every byte is verified; a compl
 copied again. With ``--messages`` the chats in Parquet files of `data_prep`, which are JSON text,
 become lists of messages, as trainers like TRL read them.
 
-Who runs it: a Workflow's step before a TrainJob (`extensions/trainers/trainjob.py`), initializers with fixed flags
-(`manifests/components/trainer/trl/trl.yaml`, `manifests/components/model-server/server.yaml`), and
-`training/delegation.py` and
+Who runs it: a Workflow's step before a TrainJob (`extensions/trainers/trainjob.py`), initializers
+with fixed flags (`manifests/components/trainer/trl/trl.yaml`,
+`manifests/components/model-server/server.yaml`), and `training/delegation.py` and
 `extensions/provenance/attestation.py`, which call `fetch_artifact`.
 """
 

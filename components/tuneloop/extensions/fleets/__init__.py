@@ -1,4 +1,4 @@
-"""Rollout servers that outlive a run: their state, their number, and the protocol's conformance tests."""
+"""Rollout servers that outlive a run: their state, their number, and the protocol's tests."""
 
 from tuneloop.core.hooks import Extension
 

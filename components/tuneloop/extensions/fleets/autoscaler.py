@@ -3,9 +3,10 @@
 The servers' load is read from ``/metrics``, under vLLM's names, at the pods' addresses, which only
 the cluster and its nodes reach. The Deployment is changed by its subresource `scale`.
 
-`tuneloop fleet autoscale` (`extensions/fleets/fleet_commands.py: autoscale_fleet`) calls `scale_fleet` at intervals,
-always with the same rule. On a cluster it runs as ``manifests/components/rollout-autoscaler``: each
-further kind of object that is read here needs a right in its ``rights.yaml``.
+`tuneloop fleet autoscale` (`extensions/fleets/fleet_commands.py: autoscale_fleet`) calls
+`scale_fleet` at intervals, always with the same rule. On a cluster it runs as
+``manifests/components/rollout-autoscaler``: each further kind of object that is read here needs a
+right in its ``rights.yaml``.
 """
 
 import re

@@ -40,9 +40,9 @@ class AutoscalingRule:
         weight: devices of the trainer for each device of a replica.
         tolerance: relative deviation from the target, and from a whole replica, that is ignored.
 
-    `extensions/fleets/fleet_commands.py: autoscale_fleet` gives the first five by position, from options that have
-    defaults of their own: a field that is added comes after these, and does not change what the
-    command does until it is an option there.
+    `extensions/fleets/fleet_commands.py: autoscale_fleet` gives the first five by position, from
+    options that have defaults of their own: a field that is added comes after these, and does not
+    change what the command does until it is an option there.
     """
 
     minimum: int

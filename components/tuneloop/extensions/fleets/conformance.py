@@ -228,10 +228,19 @@ def check_lengths(probe: Probe) -> None:
 def check_stops(probe: Probe) -> None:
     """a completion ends with the first stop token, and contains it"""
     # The same seed samples the same tokens, so one of them can be made the stop token.
-    unstopped_ids = probe.generate_one(probe.prompt(3), 5, max_tokens=8)["ids"]
+    unstopped_ids = probe.generate_one(
+        probe.prompt(3),
+        5,
+        max_tokens=8,
+    )["ids"]
     stop = unstopped_ids[4]
     expected = unstopped_ids[: unstopped_ids.index(stop) + 1]
-    completion = probe.generate_one(probe.prompt(3), 5, max_tokens=8, stop_token_ids=[stop])
+    completion = probe.generate_one(
+        probe.prompt(3),
+        5,
+        max_tokens=8,
+        stop_token_ids=[stop],
+    )
     ids = completion["ids"]
     reason = completion["finish_reason"]
     if ids != expected:
@@ -361,7 +370,13 @@ def check_exact_version(probe: Probe) -> None:
         raise Failed(f"answers with {start}")
     older = served - 1 if served else FAR
     for version in (served + FAR, older):
-        status = probe.read_status(make_request([probe.prompt(7)], [0], version=version))
+        status = probe.read_status(
+            make_request(
+                [probe.prompt(7)],
+                [0],
+                version=version,
+            )
+        )
         if status != 409:
             raise Failed(
                 f"serves version {served}, and answers {status} where version {version} is demanded"
@@ -375,7 +390,13 @@ def check_min_version(probe: Probe) -> None:
     if completion["start_version"] < served:
         raise Failed("answers with an older version")
     future = served + FAR
-    status = probe.read_status(make_request([probe.prompt(7)], [0], min_version=future))
+    status = probe.read_status(
+        make_request(
+            [probe.prompt(7)],
+            [0],
+            min_version=future,
+        )
+    )
     if status != 409:
         raise Failed(
             f"serves version {served}, and answers {status} where {future} or later is demanded"
@@ -396,7 +417,12 @@ def check_streams(probe: Probe) -> None:
     """streamed tokens are those of the completion, each with its version"""
     tokens_by_sample: dict[int, list[tuple[int, float]]] = {}
     completions: list[Any] = []
-    request = make_request([probe.prompt(9)], [3, 4], max_tokens=12, stream=True)
+    request = make_request(
+        [probe.prompt(9)],
+        [3, 4],
+        max_tokens=12,
+        stream=True,
+    )
     for message in probe.read_messages(request):
         if "sample" in message:
             if not isinstance(message.get("version"), int):

@@ -135,7 +135,13 @@ def create_graph(
     from tuneloop.inference.fleet.graph import bring_up, render_graph
 
     documents = read_yaml_documents("manifest", manifest)
-    graph = render_graph(documents, name=name, namespace=namespace, image=image, sets=sets or ())
+    graph = render_graph(
+        documents,
+        name=name,
+        namespace=namespace,
+        image=image,
+        sets=sets or (),
+    )
     # As `kubectl apply` takes it.
     if dry_run:
         typer.echo(dump_workflow(graph), nl=False)

@@ -1,4 +1,4 @@
-"""Trainers as jobs of other operators: TrainJob, JobSet, RayJob, Job, and a step of a KFP pipeline."""
+"""Trainers as jobs of other operators: TrainJob, JobSet, RayJob, Job, a step of a KFP pipeline."""
 
 from tuneloop.core.hooks import Extension
 

@@ -80,8 +80,9 @@ def launch_step(
     """
     cluster = (cluster or Cluster()).adjust_role("cpu", **SMALL)
     kfp = kfp or Kfp()
+    # The name that KFP gives the job is known only when the pipeline runs.
     if job["metadata"]["name"] != NAME:
-        remedy = "render it with tuneloop.extensions.trainers.kfp_step.NAME: every run has a name of its own"
+        remedy = "render it with extensions.trainers.kfp_step.NAME: every run has a name of its own"
         raise UserError("metadata.name", job["metadata"]["name"], remedy)
     signature: Signature = {}
     for name in inputs:

@@ -8,8 +8,8 @@ The cluster needs Kubeflow Trainer 2.2 or later. The labels, node selector and t
 pods are a patch of the runtime there; Trainer 2.1 does not know this field and ignores it.
 
 Users call it from their own programs; nothing in tuneloop does. It reads the TrainJob field by
-field: what `extensions/trainers/trainjob.py: as_trainjob` states in a further field is lost unless it is read
-here. `tests/extensions/trainers/test_kubeflow_sdk.py` needs the extra ``kubeflow``.
+field: what `extensions/trainers/trainjob.py: as_trainjob` states in a further field is lost unless
+it is read here. `tests/extensions/trainers/test_kubeflow_sdk.py` needs the extra ``kubeflow``.
 """
 
 from typing import Any

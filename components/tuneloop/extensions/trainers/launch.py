@@ -1,4 +1,5 @@
-"""Run a job of the cluster as a task: ``python -m tuneloop.extensions.trainers.launch --namespace … --manifest …``
+"""Run a job of the cluster as a task:
+``python -m tuneloop.extensions.trainers.launch --namespace … --manifest …``
 
 The manifest holds ``@name@`` where a parameter's value or an input artifact's reference belongs;
 ``@job_name@`` becomes a name derived from that parameter alone, so that a restarted launcher finds

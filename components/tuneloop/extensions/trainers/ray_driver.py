@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--gpus", type=int, default=0, help="of each node")
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args(argv)
+    # What the nodes print is the log of the job, which is that of this process.
     ray.init(log_to_driver=True)
     bundle = {"CPU": 1.0}
     if arguments.gpus:
@@ -52,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
             scheduling_strategy=strategy,
         )(function)
 
+    # Torch's rendezvous is on the first node, whose address only Ray knows.
     address = ray.get(place_on(0, ray.util.get_node_ip_address).remote())
     rendezvous = {
         "PET_NNODES": str(arguments.nodes),

@@ -216,8 +216,8 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
 
 def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> JsonObject:
     """Render as a RayJob: a Ray cluster of as many pods as the backend has nodes, with a group of
-    ranks on each. It is deleted when the job ends. `extensions/trainers/ray_driver.py` parses the flags that
-    come before ``--``.
+    ranks on each. It is deleted when the job ends. `extensions/trainers/ray_driver.py` parses the
+    flags that come before ``--``.
     """
     backend.validate()
     entry = ["python", "-m", "tuneloop.extensions.trainers.ray_driver"]

@@ -64,6 +64,7 @@ def _build_spec(cluster: Cluster, patch: JsonMapping) -> JsonObject:
     fields: JsonObject = {}
     for name, value in patch.items():
         if name == "containers":
+            # Of the container itself an override has only the mounts.
             mounts = _find_mounts(cluster, value)
         elif name in OVERRIDDEN:
             fields[name] = value
@@ -82,6 +83,7 @@ def _find_mounts(cluster: Cluster, containers: list[JsonObject]) -> list[JsonObj
     for container in containers:
         for name, value in container.items():
             if name == "volumeMounts":
+                # An override adds mounts; it cannot take one of the runtime's away.
                 path = f"spec.containers[{MAIN}].{name}"
                 for deleted_path, deleted in list_deletions(value, path):
                     raise cluster.refuse_pod_setting("trainer", deleted_path, deleted, REMEDY)

@@ -8,8 +8,8 @@ A backend is one file here, or an entry point in the group ``tuneloop.backends``
 
 The launcher of several ranks reads torchrun's environment (``PET_NNODES``, ``PET_NPROC_PER_NODE``,
 ``PET_NODE_RANK``, ``PET_MASTER_ADDR``, ``PET_MASTER_PORT``), which Kubeflow Trainer sets in a
-TrainJob's pods and `tuneloop.extensions.trainers.trainjob` in all others. So a command names no addresses, and is
-the same in a TrainJob, a JobSet, a pod and here.
+TrainJob's pods and `tuneloop.extensions.trainers.trainjob` in all others. So a command names no
+addresses, and is the same in a TrainJob, a JobSet, a pod and here.
 """
 
 import os
