@@ -215,7 +215,8 @@ def _find_old_checkpoints(
     """
     looped = [entry for entry in run.checkpoints if entry.iteration is not None]
     manifests = {f"{run.url}/{entry.key}": entry.manifest for entry in run.checkpoints}
-    needed = {f"{run.url}/{entry.key}" for entry in looped[-keep:]} | list_pinned(run.url)
+    needed = {f"{run.url}/{entry.key}" for entry in looped[-keep:]}
+    needed |= list_pinned(run.url)
 
     def find_source(url: str) -> Manifest | None:
         # A fork's checkpoints go back to those of another run.
