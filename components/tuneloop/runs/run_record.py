@@ -380,7 +380,9 @@ class Run(CommittedArtifacts):
         """
         points: dict[str, list[tuple[float, float]]] = {}
         for entry in self.entries:
-            points.setdefault(entry.stage, []).append((float(entry.iteration or 0), entry.seconds))
+            curve = points.setdefault(entry.stage, [])
+            iteration = float(entry.iteration or 0)
+            curve.append((iteration, entry.seconds))
         return points
 
     def seconds_an_iteration(self) -> dict[str, float]:

@@ -124,7 +124,8 @@ class FollowedRun:
                 self.mirror = mirror
             else:
                 self.closed_at = last_commit
-                print_diagnostic(f"{run.name}: {phase}: {mirror.close(phase, render)}", 0)
+                result = mirror.close(phase, render)
+                print_diagnostic(f"{run.name}: {phase}: {result}", 0)
         self.next_look = time.time() + max(POLL_S, age / 10)
 
 
