@@ -67,7 +67,7 @@ def render_stage_page(stage: Component) -> str:
     parts = [
         f"# {stage.name}",
         inspect.getdoc(stage) or "",
-        f"Image `{stage.image}`, on {where}: `python -m tuneloop.stages.{stage.name}`.",
+        f"Image `{stage.image}`, on {where}: `python -m {stage.module}`.",
         "## Inputs",
         render_markdown_table(("flag", "artifact", ""), inputs) if inputs else "None.",
         "## Outputs",

@@ -131,7 +131,7 @@ def test_help_imports_little() -> None:
     """That is what it costs: 160 modules a tenth of a second; any of the heavy ones brings hundreds."""
     code = "import sys, tuneloop.cli; tuneloop.cli.run_cli(['--help']); print(len(sys.modules), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stderr) < 300
+    assert int(done.stderr) < 310
 
 
 def test_the_version_is_printed(call: Call) -> None:
