@@ -22,7 +22,9 @@ from tuneloop.core import disk_faults
 
 P = ParamSpec("P")
 # Exit codes of stages and commands: Argo's retry strategies, the local executor, KFP's tasks and
-# users' scripts tell by them what may be run again (docs/commands.md).
+# users' scripts tell by them what may be run again (docs/commands.md). A further code needs a class in
+# `core/ends.py` (`END_CLASSES`), and a place in `choose_exit_code`. `cli/show.py` shows the last line of
+# a stage as an error, and `training/delegation.py` blames the user, for codes from 1 to 74 alone.
 EXIT_USER = 2
 EXIT_NOT_PROMOTED = 3
 # EX_TEMPFAIL of sysexits.h.
@@ -36,7 +38,7 @@ INTERRUPTED = "interrupted"
 UNAVAILABLE = "unavailable"
 FAILED_FOR_NOW = "failed for now"
 """How the last line of a process that ends with `EXIT_RETRY` begins: the class of its end
-(`tuneloop.core.ends`)."""
+(`core/ends.py: classify_end`). `training/delegation.py` and `training/torchrun.py` use these words, too."""
 MESSAGE_LENGTH = 2000
 """The longest message in characters: Kubernetes keeps 4,096 bytes of a termination message."""
 
@@ -77,16 +79,25 @@ class NotPromoted(UserError):
 
 KINDS = (UserError.kind, NotPromoted.kind, "gave up", INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW)
 NAMED = tuple(f"{kind}:" for kind in KINDS)
-"""Matches the beginning of a last line that names the class of its end."""
+"""Matches the beginning of a last line that names the class of its end; `cli/show.py` writes ``error:``
+before any other line. `describe_error` words the same beginnings."""
 
 
 def choose_exit_code(codes: Collection[int | None]) -> int:
-    """Choose the exit code of a failed run from the exit codes of its failed pods."""
+    """Choose the exit code of a failed run from the exit codes of its failed pods.
+
+    It is the first of these three that a pod has. All other codes, `EXIT_GAVE_UP` among them, become
+    1. `local/journal.py` and `cluster/submit.py` call it; docs/commands.md lists the codes.
+    """
     return next((code for code in (EXIT_USER, EXIT_NOT_PROMOTED, EXIT_RETRY) if code in codes), 1)
 
 
 class Retryable(RuntimeError):
-    """The stage stopped through no fault of its inputs; running it again is right."""
+    """The stage stopped through no fault of its inputs; running it again is right.
+
+    A subclass is `FAILED_FOR_NOW`, three attempts without progress, unless it is an `Interrupted` or
+    an `Unavailable`: `describe_error` asks for these two.
+    """
 
 
 class NoKeys(Retryable):

@@ -1,8 +1,9 @@
 """Progress of long steps: rates and time left, as a bar on a terminal, as a line every few seconds
 elsewhere.
 
-Lines have one form, which `cli/live.py` recognizes (`PROGRESS`): name, colon, ``done/total``, unit,
-and facts as two blanks, name and value.
+Lines have one form: name, colon, ``done/total``, unit, and facts as two blanks, name and value.
+`cli/live.py` recognizes them by its patterns `PROGRESS` and `FACT`; another form, or a name with a blank
+or a hyphen, is not shown by `tuneloop run`.
 """
 
 import os

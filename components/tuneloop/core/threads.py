@@ -71,7 +71,8 @@ def forward_signals(
     """Call `handler` with the number of each of these signals that arrives in the block.
 
     The handler that was installed before is called, too, as its owner may have more stages to run.
-    Only the main thread can install handlers; on another one this does nothing.
+    Only Python's own one for SIGINT is not. Only the main thread can install handlers; on another one
+    this does nothing.
     """
     previous: dict[int, Any] = {}
 
@@ -95,7 +96,7 @@ def forward_signals(
 
 def end_process(code: int, report: Callable[[int], None] = lambda code: None) -> NoReturn:
     """End this process with an exit code, after its threads and exit functions, and then `report`
-    with the code.
+    with the code. `local/processes.py` has another function of this name, which ends a child.
 
     The interpreter is not finalized: that takes half a second where torch is loaded, and threads of
     native libraries may still run then, and abort a command that has succeeded ("terminate called
