@@ -3,7 +3,9 @@
 Only JSON is read here, so this module needs no library of models.
 
 `config/model_facts.py` and `planning/limits.py` read it where a run is configured, and
-`training/pretrained.py` in the stage `base_model`, so that both refuse the same directories.
+`training/pretrained.py` in the stage `base_model`, so that both refuse the same directories. Which types
+of adapters can be used is decided where they are merged (`training/merged.py`).
+Tests: `tests/unit/stages/test_adapter_base.py`.
 """
 
 import json

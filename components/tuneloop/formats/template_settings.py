@@ -5,7 +5,8 @@ Arguments stand before the template as defaults, so that every program that rend
 another, does so alike: all stages, vLLM, and whoever loads the export.
 
 `base_model` writes them once; no later stage changes a template. `planning/limits.py` reads a file
-of a template before anything starts.
+of a template before anything starts. Tests: `tests/unit/formats/test_chat_forms.py`, and of dates
+`tests/unit/stages/test_template_date.py`.
 """
 
 import datetime
@@ -49,7 +50,8 @@ SET_BY_CALLERS = {
     "pad_token",
     "unk_token",
 }
-"""Arguments of a template that are not the user's to set."""
+"""Arguments of a template that the programs which render it give, and no user sets: those that
+transformers and vLLM pass by themselves. `list_arguments` offers users all others."""
 
 
 def set_chat_template(tokenizer: Any, file: str | None, arguments: JsonMapping) -> None:
