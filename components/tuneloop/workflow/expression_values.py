@@ -1,5 +1,6 @@
 """Operators, conversions and member access of expr-lang (github.com/expr-lang/expr), on Python's
 values. `expressions.py` parses; it also evaluates Argo's `when` (govaluate) by `apply_operator`.
+Tests: `tests/unit/workflow/test_expressions.py`.
 """
 
 import ast

@@ -4,6 +4,10 @@
 `kfp/loop.py` draw the iterations, `argo/run_plan.py` plans them, `workflow/pod_loop.py` runs several
 in one pod, and `runs/forking.py` reads where one begins. A pipeline with branches or nested loops
 writes its graph for the engine itself.
+
+What is added to a `Loop` is added to its plan (`workflow/plan.py: LoopPlan`, made in `argo/run_plan.py`), to
+both drawings, and to `workflow/pod_loop.py: PodLoop`, or pods of several iterations do not know it.
+Tests: `tests/unit/argo/test_loop.py`, `tests/unit/local/test_iterations.py`, `tests/golden`.
 """
 
 import copy
@@ -53,13 +57,15 @@ class StageSpec:
             else:
                 self.parameters |= settings.model_dump()
         self.parameters |= parameters
-        # Another backend than our own starts the ranks itself, from one process.
+        # Another backend than our own starts the ranks itself, from one process: the stage's parameter
+        # `expected_world_size` says how many, and `StagePlan.ranks` reads it.
         if self.parameters.get("backend") not in (None, "native"):
             self.parameters["expected_world_size"] = processes
             self.processes = 1
 
     def with_shared(self, values: Mapping[str, Any]) -> "StageSpec":
-        """Return the stage with additional parameters: those of `values` that it has."""
+        """Return the stage with additional parameters: those of `values` that it has; others are left
+        out."""
         # The stage itself may be drawn for another engine, too.
         spec = copy.copy(self)
         spec.parameters = dict(self.parameters)
@@ -113,6 +119,9 @@ class Step:
 class Loop:
     """Steps that are repeated, one after another: the last one trains, those before it make its
     batch.
+
+    A value is a name that wires use: those of `carry` and `constants`, and ``iteration`` and
+    ``endpoint``, which every loop has.
 
     Attributes:
         carry: value → the output that it takes in the next iteration.
@@ -282,7 +291,8 @@ class Outputs:
 
 
 class Graph(Protocol):
-    """The methods by which a pipeline draws itself for an engine, and its configuration."""
+    """The methods by which a pipeline draws itself for an engine, and its configuration: of
+    `argo/pipeline.py` and of `kfp/pipeline.py`."""
 
     config: Any
 

@@ -6,7 +6,9 @@ mapping, ``$patch: replace`` replaces instead of merging, and ``$retainKeys`` na
 mapping that stay.
 
 The rules are those of k8s.io/apimachinery's ``strategicpatch``, its order of items included. Merge
-keys and types are those of `tuneloop.workflow.pod_schema`.
+keys and types are those of `tuneloop.workflow.pod_schema`. `apply_patch` changes an object,
+`merge_patches` makes one patch of two: a rule that is changed in one is changed in the other, which
+`tests/unit/workflow/test_strategic_merge.py` compares.
 """
 
 import copy
