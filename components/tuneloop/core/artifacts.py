@@ -499,7 +499,7 @@ def load_checked_json(
     """Load what `dump_checked_json` dumped for `key`.
 
     Args:
-        data: the bytes, or None, of which nothing is loaded.
+        data: the bytes; None: there is no such file, and the result is empty.
         key, url: where they were read, for the checksum and the message.
         remedy: what a person does about a damaged file.
         shape: key → type of the entries that it must have. With a key that is added, files of

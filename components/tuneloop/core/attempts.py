@@ -41,7 +41,8 @@ ATTEMPT = "TUNELOOP_ATTEMPT"
 LAST_END = "TUNELOOP_LAST_END"
 MORE_MEMORY = "TUNELOOP_MEMORY_ON_RETRY"
 """Environment variables of a pod: the attempt's number, from 0; phase, exit code and message of the
-previous attempt; the memory limit of later attempts, where it is higher than that of the first."""
+previous attempt, with a blank between them; the memory limit of attempts after the first, where
+`memory_on_retry` of the role is set. Pods of a JobSet have only the first."""
 FIRST_WAIT_S = 10.0
 LONGEST_WAIT_S = 60.0
 """Attempt `n` waits ``FIRST_WAIT_S * 2**n`` before it ends, the first one (0) not at all; at most the
@@ -179,8 +180,8 @@ def check_more_memory(record: Record) -> None:
 
 
 def read_record(store: Store, attempt: int, progress: str) -> Record:
-    """Read the record that attempt number `attempt` left; an empty one where it did not come so
-    far.
+    """Read the record that attempt number `attempt` left. If it left none, as it ended before
+    `admit_attempt`, the record is empty.
     """
     with contextlib.suppress(ValidationError):
         record = Record.model_validate_json(store.get(RECORD) or b"")

@@ -95,14 +95,14 @@ class EndClass:
         codes: the exit codes that it can have where the container has ended. Classes may share a
             code: a pod is then started again if one of them is retried, and the new attempt
             refuses to go on if its own class is not.
-        error_pattern: of the messages with which Argo itself ends such a pod; empty: all that no
-            class before it has; None: Argo does not.
+        error_pattern: matches the messages with which Argo itself ends such a pod; empty: all
+            messages that no class before it matches; None: Argo ends no pod so.
         is_retried: whether a stage is started again after it.
-        budget: what such ends count on; None: they are free.
-        first_attempts: of ends by Argo itself: how many attempts of a pod may come before one more
-            is refused, whatever they ended by, as no program counts them. None: any number.
-        first_step_attempts: the same of ends of the container of a small step, which has no output
-            to keep a count at.
+        budget: what such ends count on; None: they count on none, and any number may follow.
+        first_attempts: limits ends by Argo itself, which no program counts: a pod is started again
+            only after its first so many attempts, whatever those ended by. None: no limit.
+        first_step_attempts: the same limit for a small step (a launcher, a continuation) whose
+            container has ended: it has no output below which it could keep a count.
         ends_server: whether a server is not started again either.
         remark: what the docs say besides.
     """
@@ -268,9 +268,10 @@ END_CLASSES: tuple[EndClass, ...] = (
 `ENGINE` stays behind the other classes with an `error_pattern`, as its empty one matches all messages.
 
 A class that is added is an entry here and a row of docs/ends.md (`tests/unit/core/test_ends.py` compares
-the table). `classify_end` recognizes most classes by name, so it needs a branch. A class that the
-process itself names needs its word in `core/errors.py: KINDS`, and an exit code of its own an entry in
-`core/errors.py: choose_exit_code`. Other retried codes change what is rendered: `make golden`."""
+the table). A class with an exit code of its own is recognized by that, and needs the code in
+`core/errors.py: choose_exit_code`; any other needs a branch of `classify_end`. A class that the process
+itself names needs its word in `core/errors.py: KINDS`. Other retried codes change what is rendered:
+`make golden`."""
 _CLASS_BY_CODE = {code: end for end in END_CLASSES for code in end.codes}
 _FAILED = "lastRetry.status == 'Failed'"
 _CODE = "asInt(lastRetry.exitCode)"

@@ -71,7 +71,11 @@ def suggest_name(name: str, names: Collection[str]) -> str:
 
 
 class NotPromoted(UserError):
-    """A model does not pass its gate: the model that was served before is still served."""
+    """A model does not pass its gate: the model that was served before is still served.
+
+    It has an exit code of its own, so that scripts can tell it from a mistake; `stages/deploy_model.py`
+    raises it.
+    """
 
     kind = "not promoted"
     exit_code = EXIT_NOT_PROMOTED
@@ -126,7 +130,7 @@ class Unavailable(Retryable):
 
 
 class Corrupt(UserError):
-    """Bytes that differ from what their manifest says."""
+    """Bytes that differ from what their manifest says. It is not retried: the bytes stay as they are."""
 
 
 class DiskError(Unavailable):

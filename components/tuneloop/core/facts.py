@@ -17,7 +17,7 @@ from tuneloop.core.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts of one kind of artifact; a field without a default must be stated.
+    """The facts of one kind of artifact; a field without a default must be stated by the manifest.
 
     The classes are those of `formats/facts.py`, and `runs/prepared_data.py: PreparedData`. Types are
     strict: a whole number where a float is declared is accepted, a text where a number is declared is

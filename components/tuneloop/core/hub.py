@@ -27,7 +27,7 @@ REFUSALS = {
 }
 """Class of an error of the hub's clients → what it says of a name, and the remedy. Of several in a chain
 of errors the one that stands first here is shown, and those of `STATUSES` come last
-(`explain_refusal`). `tests/unit/stages/test_hub_names.py` asks a hub for each."""
+(`explain_refusal`). Tests: `tests/unit/stages/test_hub_names.py`."""
 STATUSES = {401: f"is refused by the hub: {TOKEN}", 403: f"is refused by the hub: {TOKEN}"}
 """The same for statuses of HTTP."""
 

@@ -30,12 +30,12 @@ Result = TypeVar("Result")
 KEY = "index.zst"
 FEW = 100
 """The index is written once more files than this, plus a fiftieth of those indexed, were read one
-by one."""
+by one: for fewer, reading them again costs less than writing the index."""
 REQUESTS = 32
 """Requests to an object store at a time."""
 DIGEST = "xxh3-128:"
 DIGEST_BYTES = 16
-"""Of the digest of 128 bits, with which a packed index begins."""
+"""Bytes of the digest with which a packed index begins."""
 
 
 class Index:

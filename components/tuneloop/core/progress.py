@@ -75,7 +75,7 @@ class Progress:
         # Before the first unit is finished nobody knows how long one takes.
         if done > self.earlier:
             rate = (done - self.earlier) / max(seconds, 1e-9)
-            # Of a large model on a CPU a step takes minutes: its rate would be 0.0.
+            # A step of a large model takes minutes on a CPU: its rate would be 0.0.
             slow = rate < 1
             parts.append(f"{1 / rate:.3g} s each" if slow else f"{rate:.1f} {self.unit}/s")
             if done < self.total:

@@ -457,8 +457,8 @@ class Store:
         """Turn errors of the file system or the service into one line with the right exit code.
 
         What a method expects, such as a missing or an existing key, passes as it is, and the method
-        turns it into its own answer. The order decides: `FORBIDDEN` and `CHANGED` are obstore's errors,
-        too, of which all others are unavailable (75), except for those that `REFUSALS` names.
+        turns it into its own answer. The last branch makes all errors of obstore unavailable (75) that
+        no branch above names: `FORBIDDEN`, `CHANGED`, and the words of `REFUSALS` and `METADATA`.
         """
         address = f"{self.url}/{key}"
         try:

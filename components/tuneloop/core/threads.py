@@ -47,7 +47,8 @@ def map_ahead(
 ) -> Iterator[Result]:
     """Yield `function` of each item, in order, while `threads` threads work ahead.
 
-    At most as many results wait as there are threads.
+    At most `threads` results wait for the caller, and as many items are being worked on: that bounds
+    the memory of large items.
     """
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(threads) as pool:
@@ -115,7 +116,8 @@ def end_process(code: int, report: Callable[[int], None] = lambda code: None) ->
 class Background:
     """Work that a stage defers until its output is committed, one piece at most.
 
-    No result depends on it. Code that uses its product, or changes its input, waits for it first.
+    No result depends on it. Code that uses its product, or changes its input, waits for it first: today
+    `training/checkpoint.py`, whose trainer the thread may still read.
 
     Attributes:
         is_concurrent: whether the work runs on a thread, as more stages follow.

@@ -79,7 +79,8 @@ class Canary(BaseModel, frozen=True):
             temperature 1, computed in float32 from the weights as they are saved.
         noise: of an engine that computes the same weights in the dtype that it serves.
         text: where the tokens are from: ``prompts``, ``english`` or ``derived``.
-        before: `logprobs` of the version before, None where there is none.
+        before: `logprobs` of the version before; None for the first version, or after a change of the
+            tokens.
         indistinct_since: the first version of the policy that an engine with this noise could not
             tell from the version before it; None while all could be told.
     """

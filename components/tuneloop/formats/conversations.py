@@ -253,8 +253,8 @@ def join_turns(
 
 
 def _encode_in_some_form(chat: Chat, encode: Callable[[Chat], T]) -> T:
-    """Return `encode` of the conversation in the first form of which the template leaves out nothing
-    (`list_chats`). Raises UserError with the reason of the form that got farthest."""
+    """Return `encode` of the conversation in the first of its forms (`list_chats`) for which the template
+    leaves out nothing. Raises UserError with the reason of the form that got farthest."""
     refusals: list[CannotRender] = []
     for candidate in list_chats(chat):
         try:

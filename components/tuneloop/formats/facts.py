@@ -56,7 +56,8 @@ class VersionFacts(Facts):
 
 @dataclass(frozen=True, kw_only=True)
 class LineageFacts(Facts):
-    """What an artifact of a loop has only if it is a checkpoint; none is required.
+    """What a checkpoint states of its base model and of its trainer. Each field may be absent: retention and
+    reports read artifacts of other kinds by this class, too.
 
     Attributes:
         base: reference of the checkpoint that the adapters belong to, None without adapters.

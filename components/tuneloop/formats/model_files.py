@@ -32,7 +32,7 @@ without its weights leaves them out: `copy_companions`, `training/checkpoint.py`
 CARD = "README.md"
 """The model's card. A card of the base would say of the policy what is true of the base only."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Files of which a tokenizer has one."""
+"""Names of files with a vocabulary; a tokenizer has at least one of them."""
 REQUIRED_FILES = {
     "config.json": ("config.json",),
     # Some tokenizers, as that of bytes, are nothing but a configuration.

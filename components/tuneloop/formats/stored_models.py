@@ -53,9 +53,9 @@ EXPORT = "export"
 """The artifact that a reference to a run names where it names none."""
 ITERATION = re.compile(r"iterations/\d+")
 CONFIGS = ("config.json", "adapter_config.json")
-"""The files of which a model, or adapters, have one."""
+"""Names of configurations: a directory with one of them is a model, or adapters."""
 FETCHED_TOGETHER = 4
-"""Files that are fetched at a time; of each several ranges travel at a time."""
+"""Files that are fetched at a time; a large one travels in several ranges (`core/store.py: READERS`)."""
 FORM = "write run://RUN/ARTIFACT, run://RUN/iterations/N or run://NAME@promoted"
 
 
@@ -239,8 +239,8 @@ def locate_run(reference: str, store: str | None) -> str:
 
 
 def _locate_promoted(reference: str, store: str, name: str, key: str) -> str:
-    """Return the reference of the version that was last promoted as `name`; with `key`, of the
-    artifact of its run that has this version."""
+    """Return the reference of the version that was last promoted as `name`; with a `key`, the reference of
+    the artifact at this key of its run, which must have this version."""
     history, _ = read_history(Store(store))
     promotion = find_newest(history, name)
     if not promotion:

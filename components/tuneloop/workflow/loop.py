@@ -153,7 +153,7 @@ class Loop:
             values.update(step.outputs)
         self._check_wires("loop.carry", self.carry.values(), values)
         self._check_wires("loop.reward", [self.reward], values)
-        # What is after the loop sees none of its steps, only the values that it ends with.
+        # The steps after the loop see no output of its steps, only the values that it ends with.
         values = set(self.inputs)
         for step in self.last_steps:
             self._check_wires(
@@ -224,7 +224,7 @@ class Loop:
 
     @property
     def batch_wires(self) -> list[str]:
-        """The outputs of earlier steps that the last step and the loop need."""
+        """The wires to outputs of earlier steps that the last step takes, and that of `reward`."""
         wires = itertools.chain(self.trainer.wires.values(), [self.reward])
         return [wire for wire in wires if "." in wire]
 
@@ -242,12 +242,12 @@ class Loop:
 
 
 def step_of(wire: str) -> str:
-    """Return the step whose output a wire such as ``reward.rewards`` is."""
+    """Return the step that a wire leads to: ``reward`` of ``reward.rewards``."""
     return wire.partition(".")[0]
 
 
 def output_of(wire: str) -> str:
-    """Return the output that a wire such as ``reward.rewards`` is."""
+    """Return the name of the output that a wire leads to: ``rewards`` of ``reward.rewards``."""
     return wire.partition(".")[2]
 
 

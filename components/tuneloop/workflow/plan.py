@@ -2,7 +2,7 @@
 
 The plan is made where a pipeline's settings and its stages meet (`tuneloop.argo.run_plan`). The
 Workflow is rendered from it and carries it as an annotation, from which `read_plan` reads it again.
-Whoever wants to know what a stage is started with asks the plan, not the words of a rendered
+Code that needs to know what a stage is started with asks the plan, not the words of a rendered
 command. The graph itself, and the parameters that a user may still change when a workflow is
 submitted (``iterations``, ``target-reward``), are the Workflow's.
 

@@ -103,7 +103,8 @@ class PodHook:
         return None
 
     def choose_memory_request(self, cluster: Cluster, role: ResourceRole) -> str:
-        """Return the memory that a pod requests in place of what it may use; empty: no other."""
+        """Return the memory that a pod requests, where this is less than its limit; empty: the change
+        brings no request of its own."""
         return ""
 
     def change_pod(self, cluster: Cluster, role: ResourceRole, image: str) -> PodChange | None:
@@ -207,7 +208,7 @@ def check_use(cluster: Cluster, use: PodUse) -> None:
 
 
 def choose_memory_request(cluster: Cluster, role: ResourceRole) -> str:
-    """Return the memory that a pod requests in place of what it may use; empty: no other."""
+    """Return the memory that an extension lets a pod request; empty: no extension does."""
     for hook in list_pod_hooks():
         request = hook.choose_memory_request(cluster, role)
         # A pod has one request: the first extension that names one decides.
