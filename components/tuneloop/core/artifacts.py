@@ -61,7 +61,8 @@ BLOCK = 4 << 20
 DIGEST = "sha256"
 STATED = ("format", "stage", "role", "kind", "params", "inputs", "results", "facts", "files")
 """The fields of a manifest that its digest covers, absent ones as null. A field that is added here
-changes the digest of every artifact there is: all that are committed would be refused as changed."""
+changes the digest of every artifact there is: all that are committed would be refused as
+changed."""
 ENTRY_TYPES: dict[str, tuple[JsonObject, Any]] = {
     "results": ({}, str | int | float | None),
     "facts": ({"version": int | None, "staleness": dict}, object),
@@ -92,10 +93,10 @@ class File(BaseModel, frozen=True):
 class Manifest(BaseModel, frozen=True):
     """The statements about a committed artifact.
 
-    `digest` covers the fields in `STATED`, never times or places. A new field needs a default, which
-    older manifests have, and has to be given by those who commit: `core/component.py: Component._run`,
-    `Stage.save_resume` and `Stage.commit_later` of `core/context.py`, and the gateway
-    (`extensions/gateway/resident.py`).
+    `digest` covers the fields in `STATED`, never times or places. A new field needs a default,
+    which older manifests have, and has to be given by those who commit:
+    `core/component.py: Component._run`, `Stage.save_resume` and `Stage.commit_later` of
+    `core/context.py`, and the gateway (`extensions/gateway/resident.py`).
     """
 
     format: int = 1

@@ -48,11 +48,11 @@ LONGEST_WAIT_S = 60.0
 """Attempt `n` waits ``FIRST_WAIT_S * 2**n`` before it ends, the first one (0) not at all; at most the
 other."""
 RECORD = "attempts.json"
-"""The file of a `Record`, in the store that `admit_attempt` is given: ``resume`` below a stage's output,
-which is deleted with the commit; for a server what its flag ``--attempts`` names."""
+"""The file of a `Record`, in the store that `admit_attempt` is given: ``resume`` below a stage's
+output, which is deleted with the commit; for a server what its flag ``--attempts`` names."""
 FAILURE = "failure.json"
-"""The file below an output in which a task of Kubeflow Pipelines leaves why its stage failed, as that
-engine does not say it: `kfp/retry.py` writes it, `runs/committed.py` reads it."""
+"""The file below an output in which a task of Kubeflow Pipelines leaves why its stage failed, as
+that engine does not say it: `kfp/retry.py` writes it, `runs/committed.py` reads it."""
 FAILED = {"time": float, "message": str}
 """Field of `FAILURE` → its type. Each is required: with a further one, files of earlier runs are
 refused as damaged."""

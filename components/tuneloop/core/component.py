@@ -69,9 +69,10 @@ OptionalInput = Annotated[Artifact | None, "input"]
 """An input that may be left out."""
 Results = JsonMapping
 Image = Literal["base", "trainer", "rollout"]
-"""The container images that stages run in; `images/Dockerfile`, `docker-bake.hcl` and `images/build.sh`
-build them. A stage with an accelerator that neither trains nor scores is a sampler's pod in the image
-``rollout``, and a scorer's in any other (`argo/pod_fields.py: find_role`)."""
+"""The container images that stages run in; `images/Dockerfile`, `docker-bake.hcl` and
+`images/build.sh` build them. A stage with an accelerator that neither trains nor scores is a
+sampler's pod in the image ``rollout``, and a scorer's in any other
+(`argo/pod_fields.py: find_role`)."""
 TORCHRUN = ("python", "-m", "tuneloop.training.torchrun")
 """How a command begins that starts ranks; `argo/kubeflow_sdk.py` recognizes such commands by it."""
 
@@ -81,14 +82,16 @@ identity, and is not compared with that of a committed output. With other entrie
 ``UNTRACKED | {…}``. The manifest does not have it, so that replay computes with its default: see
 `note_replay_params` where facts follow from it."""
 COMMITTED = "committed already, nothing to do"
-"""What a stage logs that finds its output committed; `tuneloop.cli.live` recognizes it (of data_prep)."""
+"""What a stage logs that finds its output committed; `tuneloop.cli.live` recognizes this line of
+data_prep."""
 REPLAY_PARAMS = "replay_params"
 """The note with those untracked parameters from which facts of the output follow, by name: to
 replay the stage takes them, too."""
 
 
 def note_replay_params(stage: Stage, *names: str) -> None:
-    """Note untracked parameters, from which facts of the output follow; `runs/replay.py` reads them."""
+    """Note untracked parameters, from which facts of the output follow; `runs/replay.py` reads
+    them."""
     stage.notes[REPLAY_PARAMS] = stage.params.model_dump(mode="json", include=set(names))
 
 
@@ -456,7 +459,8 @@ def component(
 
     Some names mean something outside of the stage: `seed` and `iteration` (`Stage.seed`), the
     `RUN_SETTINGS` of `config/pipeline.py`, `endpoint` (the graph sets it), `engine`, `engine_args`,
-    `backend` and `expected_world_size` (`workflow/loop.py: StageSpec`, `workflow/plan.py: StagePlan`).
+    `backend` and `expected_world_size` (`workflow/loop.py: StageSpec`,
+    `workflow/plan.py: StagePlan`).
 
     A parameter that is added to a stage has a default that does what the stage did without it: an
     output that was committed before counts as made with the default (`_check_same_origin`). It is a
@@ -515,8 +519,8 @@ def build_command(module: str, processes: int = 1, nodes: int = 1) -> list[str]:
 def find_component(module: str, template: str = "", *, load: bool = False) -> Component | None:
     """Find the stage that `module` defines: the one called `template`, else the first, else None.
 
-    Without `load`, a stage outside of tuneloop.stages is found only where its module has been imported:
-    plans and displays then know nothing of it but what the plan states.
+    Without `load`, a stage outside of tuneloop.stages is found only where its module has been
+    imported: plans and displays then know nothing of it but what the plan states.
 
     Args:
         load: import a module outside of tuneloop.stages, which may be a program that starts when it

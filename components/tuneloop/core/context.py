@@ -66,7 +66,8 @@ StageParams = TypeVar("StageParams", default=Any)
 METRICS = "metrics.jsonl"
 """The file of an artifact to which `Stage.metric` appends its rows. Curves and the report read
 it (`tuneloop.runs.committed`), and `kfp/previews.py`; retention keeps it of deleted checkpoints
-(`runs/retention.py`, `training/old_checkpoints.py`); `training/epochs.py` saves it with resume points."""
+(`runs/retention.py`, `training/old_checkpoints.py`); `training/epochs.py` saves it with resume
+points."""
 
 
 @dataclasses.dataclass
@@ -74,8 +75,8 @@ class Stage(Generic[StageParams]):
     """What a stage's function is given of the run it is part of.
 
     A function that reads parameters of the stage names them by a protocol, as in
-    ``Stage[RetentionParams]``. A new field needs a default: `core/component.py: Component._open` and
-    `extensions/gateway/resident.py` make stages.
+    ``Stage[RetentionParams]``. A new field needs a default: `core/component.py: Component._open`
+    and `extensions/gateway/resident.py` make stages.
 
     Attributes:
         out: the directory for output files, shared by all ranks of a machine, and by all machines
@@ -171,8 +172,8 @@ class Stage(Generic[StageParams]):
         """Commit what a retry needs to go on from `step`; called by all ranks.
 
         Older resume points, and those of other inputs or parameters, are deleted. Their folder,
-        ``resume``, is named by `runs/retention.py`, `kfp/stage.py` and `core/component.py`, too, which
-        deletes it with the commit. A new one is the progress that `core/attempts.py` asks for.
+        ``resume``, is named by `runs/retention.py`, `kfp/stage.py` and `core/component.py`, too; the
+        last deletes it with the commit. A new resume point is progress for `core/attempts.py`.
 
         Args:
             write: gets a directory that the ranks of one machine share.
@@ -212,8 +213,8 @@ class Stage(Generic[StageParams]):
         A single process writes it on a thread while later stages run (`tuneloop.core.threads`).
         Several processes end with their stage, so they write it in this call.
 
-        A stage calls it once. The one use is the trainer's state at ``state``, which retention knows by
-        that name (`training/old_checkpoints.py: STATE`).
+        A stage calls it once. The one use is the trainer's state at ``state``, which retention
+        knows by that name (`training/old_checkpoints.py: STATE`).
 
         Args:
             write: gets the directory to write to; what it reads must not change until the thread is

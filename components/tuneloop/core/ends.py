@@ -40,7 +40,8 @@ NO_EXIT_CODE = -1
 """Argo's exit code of a pod that has no container status."""
 TERMINATED = 128 + signal.SIGTERM
 # The exit codes of the classes KILL and EVICTED: signals of a fault, or of the kernel. In the order
-# of their numbers, in which the docs and Argo's expressions have them. `_SIGNALS` has words for them.
+# of their numbers, in which the docs and Argo's expressions have them. `_SIGNALS` has words for
+# them.
 KILLED = tuple(
     128 + number
     for number in (
@@ -63,9 +64,9 @@ _EVICTION = f"{DELETED}|exit code 1(37|43)"
 class Budget:
     """A number of attempts, which the classes of ends share that count on it.
 
-    `core/attempts.py: Record` counts each budget by name: a budget that is added needs a field there,
-    a line in `add`, and one in `is_used_up`. Without them nothing counts, and a pod is started again
-    until Argo's own limit (`argo/pod_fields.py: LIMIT`).
+    `core/attempts.py: Record` counts each budget by name: a budget that is added needs a field
+    there, a line in `add`, and one in `is_used_up`. Without them nothing counts, and a pod is
+    started again until Argo's own limit (`argo/pod_fields.py: LIMIT`).
 
     Attributes:
         limit: how many attempts in a row may follow on such ends without progress.
@@ -265,13 +266,14 @@ END_CLASSES: tuple[EndClass, ...] = (
     BUG,
 )
 """All classes. Of those that share an exit code, the last one stands for it without another sign.
-`ENGINE` stays behind the other classes with an `error_pattern`, as its empty one matches all messages.
+`ENGINE` stays behind the other classes with an `error_pattern`, as its empty one matches all
+messages.
 
-A class that is added is an entry here and a row of docs/ends.md (`tests/unit/core/test_ends.py` compares
-the table). A class with an exit code of its own is recognized by that, and needs the code in
-`core/errors.py: choose_exit_code`; any other needs a branch of `classify_end`. A class that the process
-itself names needs its word in `core/errors.py: KINDS`. Other retried codes change what is rendered:
-`make golden`."""
+A class that is added is an entry here and a row of docs/ends.md (`tests/unit/core/test_ends.py`
+compares the table). A class with an exit code of its own is recognized by that, and needs the code
+in `core/errors.py: choose_exit_code`; any other needs a branch of `classify_end`. A class that the
+process itself names needs its word in `core/errors.py: KINDS`. Other retried codes change what is
+rendered: `make golden`."""
 _CLASS_BY_CODE = {code: end for end in END_CLASSES for code in end.codes}
 _FAILED = "lastRetry.status == 'Failed'"
 _CODE = "asInt(lastRetry.exitCode)"

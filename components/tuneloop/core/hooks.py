@@ -8,8 +8,8 @@ This file is the whole list of hooks for extensions. Variants of the core's own 
 rewards, trackers, …) have the entry points of `tuneloop.core.plugins`.
 
 Who looks them up: `cli/__init__.py` (commands), `config/extended.py` (settings) and
-`workflow/pod_hook.py` (pods). A further hook is a field of `Extension`, and its place in the core, which
-looks it up: nothing else reads a field. docs/extending.md has an extension that is tested.
+`workflow/pod_hook.py` (pods). A further hook is a field of `Extension`, and its place in the core,
+which looks it up: nothing else reads a field. docs/extending.md has an extension that is tested.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """Addresses on the Hugging Face hub: ``hf://owner/name@revision``, of a data set also
 ``hf://datasets/…``.
 
-Nothing is fetched here. Readers of models (`training/pretrained.py`, `config/model_facts.py`) and of data
-sets (`data/readers/hub.py`) take such addresses apart by `split_hub_address`, and explain failures of the
-hub alike (`explain_failures`). Whether a name can only be a path is asked by
+Nothing is fetched here. Readers of models (`training/pretrained.py`, `config/model_facts.py`) and
+of data sets (`data/readers/hub.py`) take such addresses apart by `split_hub_address`, and explain
+failures of the hub alike (`explain_failures`). Whether a name can only be a path is asked by
 `formats/adapter_files.py: is_path` and `data/readers/opening.py`.
 """
 
@@ -25,8 +25,8 @@ REFUSALS = {
     "RevisionNotFoundError": "has no such revision on the hub: check it",
     "OfflineModeIsEnabled": "is not in the hub's cache here, and HF_HUB_OFFLINE forbids to ask",
 }
-"""Class of an error of the hub's clients → what it says of a name, and the remedy. Of several in a chain
-of errors the one that stands first here is shown, and those of `STATUSES` come last
+"""Class of an error of the hub's clients → what it says of a name, and the remedy. Of several in a
+chain of errors the one that stands first here is shown, and those of `STATUSES` come last
 (`explain_refusal`). Tests: `tests/unit/stages/test_hub_names.py`."""
 STATUSES = {401: f"is refused by the hub: {TOKEN}", 403: f"is refused by the hub: {TOKEN}"}
 """The same for statuses of HTTP."""

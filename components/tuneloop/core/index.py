@@ -8,9 +8,9 @@ and changes nothing, and a damaged one is made again. It starts with the xxh3-12
 bytes, which zstandard compressed: a line of JSON, ``[key, mark, size]`` for each file, and the
 files' bytes.
 
-`runs/committed.py` alone uses it: it says which files a run has (`_find_marks`), and proves them. Two
-versions of tuneloop may read one file, so a change of its form needs another `KEY`. The class of this
-name in `weights/versions.py` is another: the index of a checkpoint's tensors.
+`runs/committed.py` alone uses it: it says which files a run has (`_find_marks`), and proves them.
+Two versions of tuneloop may read one file, so a change of its form needs another `KEY`. The class
+of this name in `weights/versions.py` is another: the index of a checkpoint's tensors.
 """
 
 import contextlib

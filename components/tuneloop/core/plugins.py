@@ -155,9 +155,9 @@ def _explain_names(family: str) -> str:
 def list_shipped_variants(family: str) -> list[str]:
     """List the modules of a family's package: each is a variant that users may name.
 
-    A module with parts of other variants begins with an underscore, or the package's ``__init__.py``
-    lists it in ``NOT_VARIANTS``: without either it is offered to users, in messages and by `tuneloop
-    schema`, and fails where it is loaded.
+    A module with parts of other variants begins with an underscore, or the package's
+    ``__init__.py`` lists it in ``NOT_VARIANTS``: without either it is offered to users, in messages
+    and by `tuneloop schema`, and fails where it is loaded.
     """
     package = importlib.import_module(_package(family))
     excluded = getattr(package, "NOT_VARIANTS", ())

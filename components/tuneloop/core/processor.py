@@ -69,8 +69,8 @@ def check_processor() -> None:
 def limit_workers() -> None:
     """Limit a process of vLLM if a limited process of tuneloop started it.
 
-    Any other one asks for the permission to use AMX. vLLM calls this in each of its processes, by the
-    entry point ``tuneloop-processor`` of pyproject.toml in the group ``vllm.general_plugins``.
+    Any other one asks for the permission to use AMX. vLLM calls this in each of its processes, by
+    the entry point ``tuneloop-processor`` of pyproject.toml in the group ``vllm.general_plugins``.
     """
     if os.environ.get(VARIABLE) == "bad":
         limit_libraries(f"{VARIABLE}=bad")

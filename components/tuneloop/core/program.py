@@ -23,8 +23,8 @@ from tuneloop.core.attempts import wait_before_ending
 from tuneloop.core.json_types import JsonMapping, JsonObject
 
 TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets"}
-"""Libraries that the extra ``train`` of pyproject.toml installs: one that is missing is the user's mistake.
-Any other missing module is a bug here, unless who imports it says which extra has it."""
+"""Libraries that the extra ``train`` of pyproject.toml installs: one that is missing is the user's
+mistake. Any other missing module is a bug here, unless who imports it says which extra has it."""
 UNKNOWN_ADDRESS = re.compile(r"\{\{tasks\.([\w-]+)\.ip\}\}")
 """What Argo leaves in an argument for the address of a daemon whose pod has none at the moment."""
 
@@ -146,8 +146,8 @@ def parse_arguments(
 def write_outputs(values: JsonMapping) -> None:
     """Write one file a value below ``$TUNELOOP_OUTPUTS``, where the workflow engine reads them.
 
-    Their names are those that `argo/pod_fields.py` declares as outputs; `local/iterations.py` reads the
-    files of the stages that it runs in its own process.
+    Their names are those that `argo/pod_fields.py` declares as outputs; `local/iterations.py` reads
+    the files of the stages that it runs in its own process.
     """
     directory = os.environ.get("TUNELOOP_OUTPUTS")
     if directory:

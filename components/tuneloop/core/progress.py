@@ -2,8 +2,8 @@
 elsewhere.
 
 Lines have one form: name, colon, ``done/total``, unit, and facts as two blanks, name and value.
-`cli/live.py` recognizes them by its patterns `PROGRESS` and `FACT`; another form, or a name with a blank
-or a hyphen, is not shown by `tuneloop run`.
+`cli/live.py` recognizes them by its patterns `PROGRESS` and `FACT`; another form, or a name with a
+blank or a hyphen, is not shown by `tuneloop run`.
 """
 
 import os

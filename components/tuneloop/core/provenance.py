@@ -1,10 +1,10 @@
 """What made an output: code, image, packages, device, and its position in the workflow.
 
 The manifest records it and its digest does not cover it: no result may depend on it. Each reader
-names the keys that it takes, so that one which is added is recorded and shown nowhere: `runs/replay.py`
-(`DECIDING`) to explain bits that differ, `runs/summary.py`, `ui/describe.py`, `kfp/previews.py`, and
-`extensions/provenance` for attestations. `policy_update` repeats an update only on as many processes.
-A key that is left out is "not recorded" for its readers.
+names the keys that it takes, so that one which is added is recorded and shown nowhere:
+`runs/replay.py` (`DECIDING`) to explain bits that differ, `runs/summary.py`, `ui/describe.py`,
+`kfp/previews.py`, and `extensions/provenance` for attestations. `policy_update` repeats an update
+only on as many processes. A key that is left out is "not recorded" for its readers.
 """
 
 import contextlib
@@ -34,11 +34,12 @@ LIBRARIES = (
     "math-verify",
     "reasoning-gym",
 )
-"""Packages whose versions affect the numbers of a stage; rewards use the last two. A warm process whose
-versions differ from these is not used either (`local/warm.py`, `local/processes.py`)."""
+"""Packages whose versions affect the numbers of a stage; rewards use the last two. A warm process
+whose versions differ from these is not used either (`local/warm.py`, `local/processes.py`)."""
 NODE_PREFIX = "TUNELOOP_NODE"
 """Prefix of the variables that name a pod's node in the workflow; `argo/pod_fields.py` and
-`kfp/template.py` set them, and `inference/engines/_client.py` reads one to know that it is in a pod."""
+`kfp/template.py` set them, and `inference/engines/_client.py` reads one to know that it is in a
+pod."""
 
 
 def collect_provenance(start: float, world_size: int) -> JsonObject:

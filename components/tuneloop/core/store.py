@@ -14,8 +14,8 @@ Files of an artifact are written once. Of what is written again, several process
 only what goes through ``swap``: the pointer of weights (`weights/pointer.py`), the queue of a lease
 group (`sharing/lease_storage.py`), and promotions (`runs/promotions.py`).
 
-A method of `Store` has a part for files and one for object stores, and runs in `_faults`, which decides
-the exit code of whatever the file system or the service raises.
+A method of `Store` has a part for files and one for object stores, and runs in `_faults`, which
+decides the exit code of whatever the file system or the service raises.
 """
 
 import contextlib
@@ -54,9 +54,9 @@ STAGED = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 `Store.download` make such names; `runs/retention.py` deletes what matches and is old."""
 BUCKET_SCHEMES = ("s3", "gs", "az")
 """Schemes whose URLs begin with a bucket. Each is in `SCHEMES`, too, and has its keys in
-`core/object_stores.py: KEYS`. Models may lie in the same stores (`formats/stored_models.py: SCHEMES`).
-`kfp/io.py: SCHEMES` lists those of Kubeflow Pipelines' own artifacts, and
-`cluster/preflight.py: has_store_keys` knows the keys of s3 alone."""
+`core/object_stores.py: KEYS`. Models may lie in the same stores
+(`formats/stored_models.py: SCHEMES`). `kfp/io.py: SCHEMES` lists those of Kubeflow Pipelines' own
+artifacts, and `cluster/preflight.py: has_store_keys` knows the keys of s3 alone."""
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 """Schemes of stores; only tests use ``memory``."""
 # What files and obstore raise: for a key that does not exist, or cannot, as a part of it is a file;
@@ -457,8 +457,9 @@ class Store:
         """Turn errors of the file system or the service into one line with the right exit code.
 
         What a method expects, such as a missing or an existing key, passes as it is, and the method
-        turns it into its own answer. The last branch makes all errors of obstore unavailable (75) that
-        no branch above names: `FORBIDDEN`, `CHANGED`, and the words of `REFUSALS` and `METADATA`.
+        turns it into its own answer. The last branch makes all errors of obstore unavailable (75)
+        that no branch above names: `FORBIDDEN`, `CHANGED`, and the words of `REFUSALS` and
+        `METADATA`.
         """
         address = f"{self.url}/{key}"
         try:

@@ -47,8 +47,8 @@ def map_ahead(
 ) -> Iterator[Result]:
     """Yield `function` of each item, in order, while `threads` threads work ahead.
 
-    At most `threads` results wait for the caller, and as many items are being worked on: that bounds
-    the memory of large items.
+    At most `threads` results wait for the caller, and as many items are being worked on: that
+    bounds the memory of large items.
     """
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(threads) as pool:
@@ -72,8 +72,8 @@ def forward_signals(
     """Call `handler` with the number of each of these signals that arrives in the block.
 
     The handler that was installed before is called, too, as its owner may have more stages to run.
-    Only Python's own one for SIGINT is not. Only the main thread can install handlers; on another one
-    this does nothing.
+    Only Python's own one for SIGINT is not. Only the main thread can install handlers; on another
+    one this does nothing.
     """
     previous: dict[int, Any] = {}
 
@@ -116,8 +116,8 @@ def end_process(code: int, report: Callable[[int], None] = lambda code: None) ->
 class Background:
     """Work that a stage defers until its output is committed, one piece at most.
 
-    No result depends on it. Code that uses its product, or changes its input, waits for it first: today
-    `training/checkpoint.py`, whose trainer the thread may still read.
+    No result depends on it. Code that uses its product, or changes its input, waits for it first:
+    today `training/checkpoint.py`, whose trainer the thread may still read.
 
     Attributes:
         is_concurrent: whether the work runs on a thread, as more stages follow.

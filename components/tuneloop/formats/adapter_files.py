@@ -3,9 +3,9 @@
 Only JSON is read here, so this module needs no library of models.
 
 `config/model_facts.py` and `planning/limits.py` read it where a run is configured, and
-`training/pretrained.py` in the stage `base_model`, so that both refuse the same directories. Which types
-of adapters can be used is decided where they are merged (`training/merged.py`).
-Tests: `tests/unit/stages/test_adapter_base.py`.
+`training/pretrained.py` in the stage `base_model`, so that both refuse the same directories. Which
+types of adapters can be used is decided where they are merged (`training/merged.py`). Tests:
+`tests/unit/stages/test_adapter_base.py`.
 """
 
 import json
@@ -46,8 +46,8 @@ class AdapterFiles:
             name: of the adapter, for messages.
             chosen: the user's setting `SETTING`, which wins; None: what the adapter's file states.
 
-        Raises UserError: `chosen` is a path that is not here, or there is none and the file states no
-        base model, or a path that is not here.
+        Raises UserError: `chosen` is a path that is not here, or there is none and the file states
+        no base model, or a path that is not here.
         """
         if chosen is not None:
             if is_path(chosen) and not Path(chosen).is_dir():

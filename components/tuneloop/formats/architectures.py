@@ -11,9 +11,9 @@ from typing import Any
 
 FLASH = "flash_attention_2"
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Kinds of layers that transformers keeps from looking into another document of a packed row. Any other
-kind of a model's ``layer_types`` counts as recurrent, and ``packing=packed`` is refused. The kernels for
-packed rows have a list of their own, by which ``packing=auto`` chooses
+"""Kinds of layers that transformers keeps from looking into another document of a packed row. Any
+other kind of a model's ``layer_types`` counts as recurrent, and ``packing=packed`` is refused. The
+kernels for packed rows have a list of their own, by which ``packing=auto`` chooses
 (`training/fsdp/attention.py: LAYERS`): a kind that is added here may belong there, too."""
 
 

@@ -2,9 +2,9 @@
 pass them on. So the checkpoint that the next `rollout` samples with has them, and a loop needs no
 other state.
 
-`config/loop.py` computes from the same settings how old carried tokens can be (`max_staleness`). A stage
-that is put between `rollout` and `policy_update` has to call `pass_carried` as `model_reward` does, or the
-groups are lost. Tests: `tests/unit/stages/test_carry.py`.
+`config/loop.py` computes from the same settings how old carried tokens can be (`max_staleness`). A
+stage that is put between `rollout` and `policy_update` has to call `pass_carried` as `model_reward`
+does, or the groups are lost. Tests: `tests/unit/stages/test_carry.py`.
 """
 
 import json

@@ -7,8 +7,8 @@ arguments of tool calls as JSON text, `null` where a message only calls tools, o
 form changes what a message says.
 
 It is the first of four steps: forms here, rendering and ids in `chat_rendering`, documents to learn
-in `conversations`, and `tokens` for everybody else. What rows of data sets are made messages is decided
-before, in `data/messages.py`.
+in `conversations`, and `tokens` for everybody else. Before these, `data/messages.py` makes messages
+of the rows of data sets.
 """
 
 import contextlib
@@ -25,12 +25,13 @@ Message = JsonObject
 """A message as OpenAI has it: ``role``, ``content``, ``tool_calls``."""
 Reasoning = Literal["keep", "drop"]
 """What becomes of an assistant's reasoning: it is a part of the target, or it is left out
-everywhere. The setting is `reasoning` of `stages/data_prep.py`; the way of such a setting is described at
-`conversations.py: History`."""
+everywhere. The setting is `reasoning` of `stages/data_prep.py`; the way of such a setting is
+described at `conversations.py: History`."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message under which data sets and templates have the reasoning. Of a message that has several
-the first one counts; a template gets all those that its source names. docs/templates.md lists them."""
+"""Keys of a message under which data sets and templates have the reasoning. Of a message that has
+several the first one counts; a template gets all those that its source names. docs/templates.md
+lists them."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are text, as OpenAI's two APIs call them."""
 ABSENT = "absent"

@@ -49,8 +49,8 @@ def encode_reply(
             template removes it.
         last: the last id of the policy's turn, if known.
 
-    Raises UserError: the template cannot render this, ends turns with none of `stops`, or removes the
-    reasoning of earlier turns.
+    Raises UserError: the template cannot render this, ends turns with none of `stops`, or removes
+    the reasoning of earlier turns.
     """
     if not chat:
         return encode_text(tokenizer, text)

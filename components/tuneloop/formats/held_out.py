@@ -15,8 +15,8 @@ FACT = "held_out"
 
 @dataclass(frozen=True)
 class HeldOutFacts:
-    """The loss on held-out demonstrations before and after training. The page shows it as `__str__` says
-    it.
+    """The loss on held-out demonstrations before and after training. The page shows it as `__str__`
+    says it.
 
     Attributes:
         demonstrations: how many were held out.

@@ -25,8 +25,8 @@ WEIGHTS = (
     "*.onnx",
     "*.onnx_data",
 )
-"""Patterns of the names of files that hold parameters, or say which file does. Whatever copies a model
-without its weights leaves them out: `copy_companions`, `training/checkpoint.py`,
+"""Patterns of the names of files that hold parameters, or say which file does. Whatever copies a
+model without its weights leaves them out: `copy_companions`, `training/checkpoint.py`,
 `training/pretrained.py`, `stages/reward_model.py`. Loaded are only ``.safetensors`` and ``.bin``
 (`REQUIRED_FILES`, `formats/stored_models.py: list_loaded_files`)."""
 CARD = "README.md"
@@ -39,15 +39,15 @@ REQUIRED_FILES = {
     "tokenizer": (*TOKENIZER_FILES, "tokenizer_config.json"),
     "weights": ("*.safetensors", "*.bin"),
 }
-"""What a model's directory has to hold → patterns of the files that it may be in. `planning/limits.py`
-checks it before a run, and `training/pretrained.py` in the stage."""
+"""What a model's directory has to hold → patterns of the files that it may be in.
+`planning/limits.py` checks it before a run, and `training/pretrained.py` in the stage."""
 DEFAULT_SHARD_BYTES = 50 * 10**9
 """The maximum size of a file that transformers writes by default."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """torch's name of a dtype → bytes of one parameter, of all in which a checkpoint may be saved
 (``save_dtype`` of `training/options.py` and `stages/base_model.py`). A further dtype also needs
-`training/fsdp/export.py: DTYPE_NAMES` and `planning/checkpoint_size.py: choose_width`, which takes all
-but float32 as two bytes."""
+`training/fsdp/export.py: DTYPE_NAMES` and `planning/checkpoint_size.py: choose_width`, which takes
+all but float32 as two bytes."""
 SAMPLING_SETTINGS = (
     "do_sample",
     "temperature",
@@ -80,8 +80,9 @@ SAMPLING_SETTINGS = (
 )
 """The settings of generation_config.json that change the distribution of the next token. They are
 removed from a policy that is trained, as it is not sampled by them while it trains
-(`training/checkpoint.py`), and stated as ``facts.dropped_generation_settings``. A setting that a new
-version of transformers brings belongs here: until then it stays, and changes how others sample."""
+(`training/checkpoint.py`), and stated as ``facts.dropped_generation_settings``. A setting that a
+new version of transformers brings belongs here: until then it stays, and changes how others
+sample."""
 
 
 def list_missing_parts(directory: Path) -> list[str]:

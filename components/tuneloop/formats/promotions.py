@@ -17,10 +17,11 @@ from tuneloop.core.store import Store
 
 KEY = "promoted.json"
 
-# The record of a promotion: the version that was named, and the evaluation whose results (`figures`)
-# reached the minima (`least`). `runs/promotions.py` writes it. Its fields are keys of a file, so they
-# are not renamed, and one that is added is `NotRequired`: older files lack it, and would be refused
-# as damaged. `tuneloop promoted` prints them (`extensions/provenance/commands.py`).
+# The record of a promotion: the version that was named, and the evaluation whose results
+# (`figures`) reached the minima (`least`). `runs/promotions.py` writes it. Its fields are keys of a
+# file, so they are not renamed, and one that is added is `NotRequired`: older files lack it, and
+# would be refused as damaged. `tuneloop promoted` prints them
+# (`extensions/provenance/commands.py`).
 Promotion = TypedDict(  # noqa: UP013
     "Promotion",
     {

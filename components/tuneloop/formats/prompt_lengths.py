@@ -40,8 +40,8 @@ def check_prompts(
             over.
         context: tokens of a prompt and its completion.
 
-    Raises UserError: a prompt that the chat template cannot render, or more that do not fit than the
-    data allows to drop.
+    Raises UserError: a prompt that the chat template cannot render, or more that do not fit than
+    the data allows to drop.
     """
     rule = PromptFacts.read(prompts).length_policy
     counts: JsonObject = {}

@@ -1,9 +1,9 @@
 """Rows of prompts and demonstrations: the columns that only newer data has, and how a row is named
 to people.
 
-`data_prep` writes these rows (`data/tables.py: SCHEMAS`); artifacts of earlier releases lack the optional
-columns. Readers name the columns that they need, and get no others: `inference/generate.py: COLUMNS`,
-`training/corpora.py`, `formats/prompt_lengths.py: REQUIRED`.
+`data_prep` writes these rows (`data/tables.py: SCHEMAS`); artifacts of earlier releases lack the
+optional columns. Readers name the columns that they need, and get no others:
+`inference/generate.py: COLUMNS`, `training/corpora.py`, `formats/prompt_lengths.py: REQUIRED`.
 """
 
 import re

@@ -1,8 +1,8 @@
 """A chat template as a setting: read from a file, with arguments of its own, and written into a
 checkpoint.
 
-Arguments are written before the template as defaults, so that all programs render it alike: all stages,
-vLLM, and programs of others that load the export.
+Arguments are written before the template as defaults, so that all programs render it alike: all
+stages, vLLM, and programs of others that load the export.
 
 `base_model` writes them once; no later stage changes a template. `planning/limits.py` reads a file
 of a template before anything starts. Tests: `tests/unit/formats/test_chat_forms.py`, and of dates

@@ -2,9 +2,9 @@
 
 `data_prep` puts the settings into its facts, and every later stage reads them from there
 (`formats/facts.py: PromptFacts`), as tokens are counted only where there is a tokenizer.
-`stages/tokenize_data.py` passes them on by a list of their names: a setting that is added to `PromptFacts`
-belongs into that list, too, or runs with tokenized data have its default.
-Tests: `tests/unit/stages/test_too_long.py`.
+`stages/tokenize_data.py` passes them on by a list of their names: a setting that is added to
+`PromptFacts` belongs into that list, too, or runs with tokenized data have its default. Tests:
+`tests/unit/stages/test_too_long.py`.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,14 @@ from tuneloop.core.wording import format_count
 TooLong = Literal["drop", "truncate", "refuse"]
 """`drop` leaves a row out, `truncate` cuts the end of a demonstration off, `refuse` ends the
 stage. A prompt to sample from is never cut: with `truncate` it is left out. Readers ask for
-`truncate` (`training/lengths.py`) and `refuse` (`check_share`, `inference/prompt_room.py`) alone, so a
-further action would act as `drop` until each of them knows it."""
+`truncate` (`training/lengths.py`) and `refuse` (`check_share`, `inference/prompt_room.py`) alone,
+so a further action would act as `drop` until each of them knows it."""
 DROP_AT_MOST = 0.01
-"""The share of rows that may be dropped, of data whose manifest does not state one. The setting's own
-default stands in `stages/data_prep.py: DataOptions`."""
+"""The share of rows that may be dropped, of data whose manifest does not state one. The setting's
+own default stands in `stages/data_prep.py: DataOptions`."""
 SHOWN = 10
-"""Rows that an error or a fact names; `data/budgets.py` has its own for rows that cannot be used."""
+"""Rows that an error or a fact names; `data/budgets.py` has its own for rows that cannot be
+used."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ Before the first file, ``.SHA256SUMS.partial`` is created there. It lists the fi
 there by their SHA-256, and so it claims the place: an interrupted upload of the same directory goes
 on, and another directory is refused. The last file is ``SHA256SUMS``, and the claim is deleted.
 
-`tuneloop store put` (`cli/store.py`) is its one user; `formats/stored_models.py` reads what it leaves.
-Tests: `tests/unit/cli/test_store_put.py`.
+`tuneloop store put` (`cli/store.py`) is its one user; `formats/stored_models.py` reads what it
+leaves. Tests: `tests/unit/cli/test_store_put.py`.
 """
 
 import hashlib

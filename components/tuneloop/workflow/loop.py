@@ -5,9 +5,10 @@
 in one pod, and `runs/forking.py` reads where one begins. A pipeline with branches or nested loops
 writes its graph for the engine itself.
 
-What is added to a `Loop` is added to its plan (`workflow/plan.py: LoopPlan`, made in `argo/run_plan.py`), to
-both drawings, and to `workflow/pod_loop.py: PodLoop`, or pods of several iterations do not know it.
-Tests: `tests/unit/argo/test_loop.py`, `tests/unit/local/test_iterations.py`, `tests/golden`.
+What is added to a `Loop` is added to its plan (`workflow/plan.py: LoopPlan`, made in
+`argo/run_plan.py`), to both drawings, and to `workflow/pod_loop.py: PodLoop`, or pods of several
+iterations do not know it. Tests: `tests/unit/argo/test_loop.py`,
+`tests/unit/local/test_iterations.py`, `tests/golden`.
 """
 
 import copy
@@ -57,15 +58,15 @@ class StageSpec:
             else:
                 self.parameters |= settings.model_dump()
         self.parameters |= parameters
-        # Another backend than our own starts the ranks itself, from one process: the stage's parameter
-        # `expected_world_size` says how many, and `StagePlan.ranks` reads it.
+        # Another backend than our own starts the ranks itself, from one process: the stage's
+        # parameter `expected_world_size` says how many, and `StagePlan.ranks` reads it.
         if self.parameters.get("backend") not in (None, "native"):
             self.parameters["expected_world_size"] = processes
             self.processes = 1
 
     def with_shared(self, values: Mapping[str, Any]) -> "StageSpec":
-        """Return the stage with additional parameters: those of `values` that it has; others are left
-        out."""
+        """Return the stage with additional parameters: those of `values` that it has; others are
+        left out."""
         # The stage itself may be drawn for another engine, too.
         spec = copy.copy(self)
         spec.parameters = dict(self.parameters)

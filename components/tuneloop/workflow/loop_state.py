@@ -1,12 +1,12 @@
 """Where a loop stands, and whether it goes on: the one definition.
 
 A pod of several iterations (`local/iterations.py`), a task of Kubeflow Pipelines (`kfp/stage.py`,
-`kfp/iterations.py`) and `tuneloop status` (`runs/summary.py`) ask a `LoopState`; Argo's ``when`` is made
-from the same function (`tuneloop.argo.loop.build_loop_condition`).
+`kfp/iterations.py`) and `tuneloop status` (`runs/summary.py`) ask a `LoopState`; Argo's ``when`` is
+made from the same function (`tuneloop.argo.loop.build_loop_condition`).
 
-Another limit of a loop is an argument of `goes_on`, a field of `LoopState`, and a parameter of the workflow
-with a name that `argo/loop.py` reads; each of those who make a `LoopState` has to pass it, as its
-default means that there is no such limit.
+Another limit of a loop is an argument of `goes_on`, a field of `LoopState`, and a parameter of the
+workflow with a name that `argo/loop.py` reads; each of those who make a `LoopState` has to pass it,
+as its default means that there is no such limit.
 """
 
 import math

@@ -1,9 +1,10 @@
-"""Read Workflows of Argo: what the local executor supports of them (`check_workflow`), and what is asked of
-them here and on a cluster (calls, dependencies, labels, the spec that is run).
+"""Read Workflows of Argo: what the local executor supports of them (`check_workflow`), and what is
+asked of them here and on a cluster (calls, dependencies, labels, the spec that is run).
 
-The fields that the local executor supports are in ``local_fields.yaml``; any other is refused by name before
-anything runs. So a field that `argo/` begins to render needs a word there, with a dash where it means
-nothing on one machine, or else `local/` has to do what it says. Tests: `tests/unit/workflow/test_spec.py`.
+The fields that the local executor supports are in ``local_fields.yaml``; any other is refused by
+name before anything runs. So a field that `argo/` begins to render needs a word there, with a dash
+where it means nothing on one machine, or else `local/` has to do what it says. Tests:
+`tests/unit/workflow/test_spec.py`.
 """
 
 import functools
@@ -32,7 +33,8 @@ FIELD_PATHS = (
     "status.podIP",
     "status.hostIP",
 )
-"""What ``env.valueFrom.fieldRef`` may name. `local/pod.py` has the value of each, under the same names."""
+"""What ``env.valueFrom.fieldRef`` may name. `local/pod.py` has the value of each, under the same
+names."""
 
 
 def check_workflow(spec: JsonMapping) -> None:
@@ -297,7 +299,8 @@ RESULTS = (
     "AnySucceeded",
     "AllFailed",
 )
-"""What ``depends`` may ask of a task. `local/graph.py: build_dependency_scope` gives each its value."""
+"""What ``depends`` may ask of a task. `local/graph.py: build_dependency_scope` gives each its
+value."""
 _DEPENDENCY = re.compile(
     r"([a-zA-Z0-9][-a-zA-Z0-9]*?)\.([A-Z][a-zA-Z]+)|([a-zA-Z0-9][-a-zA-Z0-9]*)"
 )

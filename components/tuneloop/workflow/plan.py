@@ -6,10 +6,10 @@ Code that needs to know what a stage is started with asks the plan, not the word
 command. The graph itself, and the parameters that a user may still change when a workflow is
 submitted (``iterations``, ``target-reward``), are the Workflow's.
 
-Two make plans: `argo/run_plan.py`, and `kfp/task_plan.py` from its parts. `argo/memory_estimate.py` fills in the
-memory of pods. A new field has a default, and is left out of the annotation where it has it: plans of
-earlier versions lack it, and the golden files stay. Tuneloop of an earlier version refuses a plan with a
-field that it does not know.
+Two make plans: `argo/run_plan.py`, and `kfp/task_plan.py` from its parts. `argo/memory_estimate.py`
+fills in the memory of pods. A new field has a default, and is left out of the annotation where it
+has it: plans of earlier versions lack it, and the golden files stay. Tuneloop of an earlier version
+refuses a plan with a field that it does not know.
 """
 
 import json
@@ -30,8 +30,9 @@ from tuneloop.workflow.settings import ResourceRole
 PLAN = "tuneloop.dev/plan"
 """Annotation of a Workflow: its `RunPlan`, as JSON."""
 VLLM = "vllm"
-"""The engine of a server whose command names none. The memory of its servers is known; of servers of any
-other engine `argo/memory_estimate.py` knows the weights alone, and `planning/limits.py` refuses nothing."""
+"""The engine of a server whose command names none. The memory of its servers is known; of servers
+of any other engine `argo/memory_estimate.py` knows the weights alone, and `planning/limits.py`
+refuses nothing."""
 NATIVE = "native"
 """The trainer backend that is tuneloop's own; torchrun starts its ranks."""
 
@@ -39,8 +40,8 @@ NATIVE = "native"
 class PodResources(BaseModel, frozen=True, extra="forbid"):
     """What a pod requests, as Kubernetes writes quantities.
 
-    `argo/pod_fields.py` makes it of a role's settings (`plan_resources`), and renders it (`pod_fields`);
-    `argo/jobset.py` and `kfp/task_pod.py` render it, too.
+    `argo/pod_fields.py` makes it of a role's settings (`plan_resources`), and renders it
+    (`pod_fields`); `argo/jobset.py` and `kfp/task_pod.py` render it, too.
 
     Attributes:
         memory_limit: None: there is no limit, or none yet.
@@ -235,8 +236,8 @@ class LoopPlan(BaseModel, frozen=True, extra="forbid"):
 class RunPlan(BaseModel, frozen=True, extra="forbid"):
     """What a workflow runs: `stages` and `servers` by template, and the loop.
 
-    A plan of another `form` is not read: `find_plan` refuses its workflow. Who only displays a run takes
-    `find_plan`, as a workflow that was drawn by hand has no plan; who computes from it takes
+    A plan of another `form` is not read: `find_plan` refuses its workflow. Who only displays a run
+    takes `find_plan`, as a workflow that was drawn by hand has no plan; who computes from it takes
     `read_plan`.
     """
 

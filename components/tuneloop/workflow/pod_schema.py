@@ -1,8 +1,9 @@
 """Check a patch of a pod against the fields that Kubernetes has, without a cluster.
 
-The fields and their types are in ``pod_schema.json``, generated from a library of Kubernetes' API: ``python -m
-tests.pod_schema`` writes it anew, and never change it by hand. A release of Kubernetes adds fields; what
-this one lacks is refused. `workflow/strategic_merge.py` merges by the same fields and by `MERGE_KEYS`.
+The fields and their types are in ``pod_schema.json``, generated from a library of Kubernetes' API:
+``python -m tests.pod_schema`` writes it anew, and never change it by hand. A release of Kubernetes
+adds fields; what this one lacks is refused. `workflow/strategic_merge.py` merges by the same fields
+and by `MERGE_KEYS`.
 """
 
 import functools
@@ -150,8 +151,8 @@ def _check_list(value: Any, path: str, kind: str, field: str) -> Iterator[tuple[
 def list_deletions(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each null and directive in a patch.
 
-    Trainer and Kubeflow Pipelines can only add to a pod, and so refuse them (`argo/trainjob_pods.py`,
-    `kfp/task_pod.py`).
+    Trainer and Kubeflow Pipelines can only add to a pod, and so refuse them
+    (`argo/trainjob_pods.py`, `kfp/task_pod.py`).
     """
     if value is None:
         yield path, value

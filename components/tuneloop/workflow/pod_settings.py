@@ -4,9 +4,9 @@ Its `metadata` and `spec` are a strategic-merge patch of Kubernetes' PodTemplate
 settings are shortcuts for the commonest parts of such a patch.
 
 A further shortcut is a field of `PodSettings`, with a line in its `merge` and `build_spec_patch`; where
-it cannot be said, it is refused: `argo/trainjob_pods.py` and `kfp/task_pod.py` (`MISSING`). Without the line
-in `merge`, a role with a `pod` of its own loses it; without those refusals, it is ignored there.
-docs/pods.md lists them. Tests: `tests/unit/argo/test_pods.py`.
+it cannot be said, it is refused: `argo/trainjob_pods.py` and `kfp/task_pod.py` (`MISSING`). Without
+the line in `merge`, a role with a `pod` of its own loses it; without those refusals, it is ignored
+there. docs/pods.md lists them. Tests: `tests/unit/argo/test_pods.py`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ OWN_CONTAINER_FIELDS = {
 DELETES = "would delete containers or fields that a pod needs: leave it out, or name what to change"
 OWN_PATHS = ("/tmp", "/dev/shm")
 """Where pods have volumes of tuneloop (`argo/pod_fields.py`)."""
-# A further source also needs its text, a branch of `build_volume_source`, and in `kfp/task_pod.py` one
-# of `_mount_volume`.
+# A further source also needs its text, a branch of `build_volume_source`, and in `kfp/task_pod.py`
+# one of `_mount_volume`.
 SOURCES = ("pvc", "secret", "configmap", "emptydir", "image")
 SOURCE_TEXT = "pvc/NAME, secret/NAME, configmap/NAME, emptydir/SIZE or image/REFERENCE"
 ENV_SOURCES = {"secret": "secretRef", "configmap": "configMapRef"}

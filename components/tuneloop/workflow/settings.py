@@ -1,10 +1,11 @@
-"""Settings of the cluster that a pipeline is rendered for; on one machine only `sandbox` and what extensions
-add have a meaning.
+"""Settings of the cluster that a pipeline is rendered for; on one machine only `sandbox` and what
+extensions add have a meaning.
 
-A setting of pods has to be rendered by each of those who make pods, or it is ignored by some without a word:
-`argo/pod_fields.py` (Argo), `argo/jobset.py` (pods of several nodes), `argo/trainjob_pods.py` (Trainer),
-`kfp/task_pod.py` (Kubeflow Pipelines) and `cluster/serving.py` (a served model). docs/cluster.md and
-docs/pods.md describe the settings; presets are in manifests/presets.
+A setting of pods has to be rendered by each of those who make pods, or it is ignored by some
+without a word: `argo/pod_fields.py` (Argo), `argo/jobset.py` (pods of several nodes),
+`argo/trainjob_pods.py` (Trainer), `kfp/task_pod.py` (Kubeflow Pipelines) and `cluster/serving.py`
+(a served model). docs/cluster.md and docs/pods.md describe the settings; presets are in
+manifests/presets.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from tuneloop.workflow.pod_settings import PodSettings
 from tuneloop.workflow.quantities import parse_resource_quantity
 
 RUN_LABEL = "tuneloop.dev/run"
-"""Label of the workflows and pods of a run, by which they are found again. Objects of runs that were
-submitted keep their labels: a new name would hide them."""
+"""Label of the workflows and pods of a run, by which they are found again. Objects of runs that
+were submitted keep their labels: a new name would hide them."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 """Kueue's own labels, of pods and jobs."""
@@ -50,8 +51,9 @@ SANDBOX_VARIABLE = "TUNELOOP_SANDBOX"
 SANDBOX_TOKEN = "TUNELOOP_SANDBOX_TOKEN_FILE"
 """Variable of a pod: the file with the token of that service."""
 SANDBOX = "tuneloop-sandbox", "/run/tuneloop/sandbox-token"
-"""Secret with that token, under `TOKEN_KEY`, and where it is mounted. The local executor mounts a file of
-this machine in its place (`local/pod.py`), and refuses all other Secrets (`workflow/manifest.py`)."""
+"""Secret with that token, under `TOKEN_KEY`, and where it is mounted. The local executor mounts a
+file of this machine in its place (`local/pod.py`), and refuses all other Secrets
+(`workflow/manifest.py`)."""
 AUTO = "auto"
 LIMIT_CPU = "1"
 """The CPU limit of a container that requests less, where every container has limits."""
@@ -65,8 +67,8 @@ MEMORY = r"\d+(\.\d+)?[KMGTPE]i"
 
 ResourceRole = Literal["trainer", "sampler", "scorer", "cpu"]
 """What a pod computes: training; sampling; scores and log-probabilities of a model; nothing on an
-accelerator. `argo/pod_fields.py: find_role` gives a stage its role. Each role is a field of `Cluster`, read by
-its name.
+accelerator. `argo/pod_fields.py: find_role` gives a stage its role. Each role is a field of
+`Cluster`, read by its name.
 """
 ROLES: tuple[ResourceRole, ...] = get_args(ResourceRole)
 """All roles. The order decides: a pod of several roles has the first of them (`merge_roles`).
@@ -373,8 +375,8 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
 
 NEXT = "next"
 """The output that says where a run continues: ``{"entrypoint": …, "arguments": {…}}``; the last
-workflow has none. `cluster/continue_run.py` writes it, `local/executor.py` reads it, and `argo/loop.py`
-declares it.
+workflow has none. `cluster/continue_run.py` writes it, `local/executor.py` reads it, and
+`argo/loop.py` declares it.
 """
 LOCAL = "TUNELOOP_LOCAL"
 """Variable that is set in pods on this machine (`local/executor.py: execute_parts`):

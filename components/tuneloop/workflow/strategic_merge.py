@@ -183,8 +183,8 @@ def _merge_retained(first: JsonMapping, second: JsonMapping, merged: JsonMapping
 
 
 def _replace_value(value: Any, merge_key: str | None) -> Any:
-    """Return a value for a patch such that it replaces the original's value, instead of being merged
-    into it."""
+    """Return a value for a patch such that it replaces the original's value, instead of being
+    merged into it."""
     if isinstance(value, dict):
         return {DIRECTIVE: "replace"} | _drop_directives(value)
     if isinstance(value, list) and merge_key:
