@@ -172,8 +172,8 @@ class Stage(Generic[StageParams]):
         """Commit what a retry needs to go on from `step`; called by all ranks.
 
         Older resume points, and those of other inputs or parameters, are deleted. Their folder,
-        ``resume``, is named by `runs/retention.py`, `kfp/stage.py` and `core/component.py`, too; the
-        last deletes it with the commit. A new resume point is progress for `core/attempts.py`.
+        ``resume``, is named by `runs/retention.py`, `kfp/stage.py` and `core/component.py`, too;
+        the last deletes it with the commit. A new resume point is progress for `core/attempts.py`.
 
         Args:
             write: gets a directory that the ranks of one machine share.

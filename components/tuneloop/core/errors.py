@@ -223,7 +223,12 @@ def write_termination_message(line: str, replace: bool = True) -> None:
 
 
 def report_errors(program: Callable[P, int]) -> Callable[P, int]:
-    """Return `program` such that it says what ended it, and returns that exit code."""
+    """Return `program` such that it says what ended it, and returns that exit code.
+
+    It is for servers, tasks of Kubeflow Pipelines and helpers. Stages have
+    `core/program.py: run_component`, which also waits while a service is away, and commands have
+    `cli/exits.py`: an error that is to be handled in another way is changed in all three.
+    """
 
     @functools.wraps(program)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:

@@ -80,7 +80,8 @@ class StageSpec:
 
 
 class Step:
-    """A call of a stage in a loop.
+    """A call of a stage in a loop. It has the name of the stage's template, below which its output
+    lies in the iteration: so `Loop.steps` call a stage once at most.
 
     Args:
         component: the stage.

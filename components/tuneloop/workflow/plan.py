@@ -44,7 +44,7 @@ class PodResources(BaseModel, frozen=True, extra="forbid"):
     (`pod_fields`); `argo/jobset.py` and `kfp/task_pod.py` render it, too.
 
     Attributes:
-        memory_limit: None: there is no limit, or none yet.
+        memory_limit: None: there is no limit, or `argo/memory_estimate.py` has not set it yet.
         accelerators: GPUs of the pod; those of a claim that runs share are not counted.
         shared_memory: size of an in-memory ``/dev/shm``; ``auto``: all of the pod's memory; empty:
             the runtime's own.
@@ -236,9 +236,9 @@ class LoopPlan(BaseModel, frozen=True, extra="forbid"):
 class RunPlan(BaseModel, frozen=True, extra="forbid"):
     """What a workflow runs: `stages` and `servers` by template, and the loop.
 
-    A plan of another `form` is not read: `find_plan` refuses its workflow. Who only displays a run
-    takes `find_plan`, as a workflow that was drawn by hand has no plan; who computes from it takes
-    `read_plan`.
+    A plan of another `form` is not read: `find_plan` refuses its workflow. Code that displays or
+    checks a run calls `find_plan`, as a workflow that was drawn by hand has no plan; code that
+    computes from the plan calls `read_plan`.
     """
 
     form: Literal[1] = 1

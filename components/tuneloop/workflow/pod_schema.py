@@ -1,7 +1,7 @@
 """Check a patch of a pod against the fields that Kubernetes has, without a cluster.
 
 The fields and their types are in ``pod_schema.json``, generated from a library of Kubernetes' API:
-``python -m tests.pod_schema`` writes it anew, and never change it by hand. A release of Kubernetes
+``python -m tests.pod_schema`` writes it anew; it is not changed by hand. A release of Kubernetes
 adds fields; what this one lacks is refused. `workflow/strategic_merge.py` merges by the same fields
 and by `MERGE_KEYS`.
 """

@@ -1,7 +1,7 @@
 """Quantities of Kubernetes, as in ``500m`` or ``2Gi``.
 
-All that compares or adds them uses it: settings, estimates, quotas, claims, the UI of pods. Which
-forms settings take is decided in `workflow/settings.py` (`CPU`, `MEMORY`).
+All that compares or adds them uses `parse_resource_quantity`: settings, estimates, quotas and
+claims. Which forms a setting may have is decided in `workflow/settings.py` (`CPU`, `MEMORY`).
 """
 
 import re

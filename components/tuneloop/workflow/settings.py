@@ -1,5 +1,5 @@
-"""Settings of the cluster that a pipeline is rendered for; on one machine only `sandbox` and what
-extensions add have a meaning.
+"""Settings of the cluster that a pipeline is rendered for. On one machine few of them have a
+meaning, such as `sandbox` and the sections of extensions.
 
 A setting of pods has to be rendered by each of those who make pods, or it is ignored by some
 without a word: `argo/pod_fields.py` (Argo), `argo/jobset.py` (pods of several nodes),
