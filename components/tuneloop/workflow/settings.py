@@ -46,8 +46,10 @@ TOKEN_KEY = "token"
 """The key of the token in that secret."""
 PROCESS = "process"
 SANDBOX_PLACE = rf"{PROCESS}|https?://[^\s#]*[^\s#/](#({PROCESS}|gvisor))?"
+# The form of `Cluster.sandbox`; `rewards/sandbox` takes the place and the marks after `#` apart.
 SANDBOX_VARIABLE = "TUNELOOP_SANDBOX"
-"""Variable of a pod: where a policy's programs run."""
+"""Variable of a pod: where a policy's programs run. `rewards/sandbox` reads it, from whatever has
+set it: a command such as `tuneloop probe` takes that of its shell."""
 SANDBOX_TOKEN = "TUNELOOP_SANDBOX_TOKEN_FILE"
 """Variable of a pod: the file with the token of that service."""
 SANDBOX = "tuneloop-sandbox", "/run/tuneloop/sandbox-token"
