@@ -45,8 +45,8 @@ which `submit` makes.
 TOKEN_KEY = "token"
 """The key of the token in that secret."""
 PROCESS = "process"
+# The form of `Cluster.sandbox`; `rewards/sandbox` takes the URL and the word after `#` apart.
 SANDBOX_PLACE = rf"{PROCESS}|https?://[^\s#]*[^\s#/](#({PROCESS}|gvisor))?"
-# The form of `Cluster.sandbox`; `rewards/sandbox` takes the place and the marks after `#` apart.
 SANDBOX_VARIABLE = "TUNELOOP_SANDBOX"
 """Variable of a pod: where a policy's programs run. `rewards/sandbox` reads it, from whatever has
 set it: a command such as `tuneloop probe` takes that of its shell."""
