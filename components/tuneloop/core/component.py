@@ -70,9 +70,10 @@ OptionalInput = Annotated[Artifact | None, "input"]
 Results = JsonMapping
 Image = Literal["base", "trainer", "rollout"]
 """The container images that stages run in; `images/Dockerfile`, `docker-bake.hcl` and
-`images/build.sh` build them. A stage with an accelerator that neither trains nor scores is a
-sampler's pod in the image ``rollout``, and a scorer's in any other
-(`argo/pod_fields.py: find_role`)."""
+`images/build.sh` build them. A pod of several iterations runs all its stages in ``rollout``,
+whatever they name (`argo/run_plan.py: plan_pod`): that image has the libraries of the others. A
+stage with an accelerator that neither trains nor scores is a sampler's pod in the image
+``rollout``, and a scorer's in any other (`argo/pod_fields.py: find_role`)."""
 TORCHRUN = ("python", "-m", "tuneloop.training.torchrun")
 """How a command begins that starts ranks; `argo/kubeflow_sdk.py` recognizes such commands by it."""
 

@@ -82,9 +82,9 @@ Ids = list[TokenId]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A seed that torch's generators accept."""
 FinishReason = Literal["stop", "length", "abort"]
-"""Why sampling ended: at a stop token; at the limit of tokens, which `Sample.truncated` and `Rounds`
-ask for; or by the engine, after which `endpoint` samples again. Another word is an error, such as
-vLLM's own `error` and `repetition`. The protocol of servers has the same words
+"""Why sampling ended: at a stop token; at the limit of tokens, which `Sample.truncated` and
+`Rounds` ask for; or by the engine, after which `endpoint` samples again. Another word is an error,
+such as vLLM's own `error` and `repetition`. The protocol of servers has the same words
 (`inference/conformance.py`)."""
 
 

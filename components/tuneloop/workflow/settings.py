@@ -332,6 +332,9 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     ) -> tuple[ResourceRole, Cluster]:
         """Merge the roles of a pod that runs several stages in turn.
 
+        Only the GPUs are merged: nodes, shared memory and grace are those of the pod's role, and
+        memory is estimated for all stages (`argo/memory_estimate.py`).
+
         Args:
             roles: those of the stages.
             served: whether a rollout server runs beside them, in the same pod.
