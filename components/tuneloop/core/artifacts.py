@@ -55,10 +55,15 @@ PRUNED = "pruned.txt"
 """The file beside a manifest whose artifact's files retention has deleted, with the rule by which it
 did."""
 PARTS = ".parts"
+"""The folder below an attempt in which other machines than the leader's list their files
+(`Draft.contribute`); the commit deletes it."""
 CHECKSUM = "checksum"
+"""The key that `dump_checked_json` adds."""
 BLOCK = 4 << 20
 """Bytes that are hashed at a time."""
 DIGEST = "sha256"
+"""How digests begin, also in references (`split_ref`) and as directories of the cache
+(`core/cache.py: PREFIX`)."""
 STATED = ("format", "stage", "role", "kind", "params", "inputs", "results", "facts", "files")
 """The fields of a manifest that its digest covers, absent ones as null. A field that is added here
 changes the digest of every artifact there is: all that are committed would be refused as

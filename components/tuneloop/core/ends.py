@@ -39,6 +39,7 @@ OUT_OF_MEMORY = "OOMKilled"
 NO_EXIT_CODE = -1
 """Argo's exit code of a pod that has no container status."""
 TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a process that SIGTERM ended; one of ours ends with `EXIT_RETRY` instead."""
 # The exit codes of the classes KILL and EVICTED: signals of a fault, or of the kernel. In the order
 # of their numbers, in which the docs and Argo's expressions have them. `_SIGNALS` has words for
 # them.
@@ -336,6 +337,8 @@ policy."""
 RETRY_STAGE = build_retry_expression(END_CLASSES)
 RETRY_STEP = build_retry_expression(END_CLASSES, is_step=True)
 RETRY_SERVER = build_server_expression(END_CLASSES)
+"""The ``retryStrategy.expression`` of stages and pods of iterations, of small steps, and of
+servers; `argo/pod_fields.py`, `argo/jobset.py` and `argo/template.py` render them."""
 
 
 def classify_end(phase: str, code: int, message: str) -> EndClass:

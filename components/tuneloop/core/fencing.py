@@ -26,6 +26,7 @@ from pydantic import BaseModel
 from tuneloop.core.errors import Retryable, Unavailable, UserError, report_error
 
 VARIABLE = "TUNELOOP_LEASE"
+"""Environment variable that names the file with the `Grant` of this process."""
 RELEASED = ".released"
 """Suffix of a file beside the grant's: it asks the sidecar, or the local executor, to release the
 lease."""

@@ -33,6 +33,7 @@ FEW = 100
 by one: for fewer, reading them again costs less than writing the index."""
 REQUESTS = 32
 """Requests to an object store at a time."""
+# How a mark begins that is the digest of the file's bytes; `runs/committed.py` makes such marks.
 DIGEST = "xxh3-128:"
 DIGEST_BYTES = 16
 """Bytes of the digest with which a packed index begins."""

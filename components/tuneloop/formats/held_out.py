@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from tuneloop.core.wording import format_count
 
 FACT = "held_out"
+"""The key of the facts, which is also the field's name in `formats/facts.py`."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from tuneloop.formats.tokens import encode_prompt_row
 from tuneloop.formats.too_long import SHOWN
 
 REQUIRED = ("id", "prompt", "chat")
+"""The columns of data that encoding a prompt takes, besides the optional ones
+(`formats/rows.py`)."""
 
 
 def check_prompts(

@@ -63,6 +63,7 @@ JUDGEMENTS = pa.schema({"outcome": pa.string(), "score": pa.float32(), "breakdow
 without one, and as JSON what each reward gave. `stages/reward.py` and `stages/model_reward.py`
 write their values in this order."""
 TEXTS = ("id", "prompt", "completion", "answer")
+"""The first columns of `SAMPLES`, in the order in which `stages/evaluate_lm_eval.py` fills them."""
 SAMPLES = pa.schema(
     {
         "id": pa.string(),

@@ -26,6 +26,7 @@ from tuneloop.formats.chat_rendering import (
 )
 
 ANSWER = "Understood"
+"""What the assistant says in `SAMPLE`: a word that no template has, by which its turn is found."""
 SAMPLE = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": ANSWER},

@@ -23,6 +23,7 @@ from tuneloop.core.store import Conflict, Store
 from tuneloop.formats.checksums import CLAIM, SUMS, format_sums, parse_sums
 
 MEGABYTE = 10**6
+"""Bytes of the unit in which the progress is shown."""
 SENT_TOGETHER = 4
 """Files that are sent at a time; large ones travel in parts."""
 

@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 PROGRAM = "tuneloop.local.iterations"
+"""The module that a pod of several iterations runs; `argo/loop.py` renders its command."""
 PerPod = int | Literal["auto"]
 """Iterations that a pod runs; 0: each stage has a pod of its own; auto: the pod decides
 (`count_iterations`).

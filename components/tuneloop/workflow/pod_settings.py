@@ -21,6 +21,8 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.pod_schema import DIRECTIVE, RETAINED, find_patch_errors
 from tuneloop.workflow.strategic_merge import merge_patches
 
+# A further level is a branch of `pod_security`, `container_security`, `secret_mode` and
+# `_build_container`, and of `kfp/task_pod.py`; `argo/trainjob_pods.py` refuses all but the first.
 Security = Literal["restricted", "openshift", "none"]
 MAIN = "main"
 """What a patch calls the container of a stage or a server."""
@@ -49,6 +51,7 @@ RESTRICTED_CONTAINER: JsonObject = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
+"""Security context of a container. Programs write below /tmp and /dev/shm alone (`OWN_PATHS`)."""
 ANY_USER = {"USER": "tuneloop", "LOGNAME": "tuneloop"}
 """Variables of a user without a name: torch and vLLM ask for it to name their caches."""
 OWN_LABELS = {

@@ -45,6 +45,7 @@ which `submit` makes.
 TOKEN_KEY = "token"
 """The key of the token in that secret."""
 PROCESS = "process"
+"""The place of programs in a process of the pod itself, jailed (`rewards/sandbox`)."""
 # The form of `Cluster.sandbox`; `rewards/sandbox` takes the URL and the word after `#` apart.
 SANDBOX_PLACE = rf"{PROCESS}|https?://[^\s#]*[^\s#/](#({PROCESS}|gvisor))?"
 SANDBOX_VARIABLE = "TUNELOOP_SANDBOX"
@@ -57,6 +58,7 @@ SANDBOX = "tuneloop-sandbox", "/run/tuneloop/sandbox-token"
 file of this machine in its place (`local/pod.py`), and refuses all other Secrets
 (`workflow/manifest.py`)."""
 AUTO = "auto"
+"""Of memory: as estimated (`argo/memory_estimate.py`); of /dev/shm: as much as the pod's memory."""
 LIMIT_CPU = "1"
 """The CPU limit of a container that requests less, where every container has limits."""
 CPU = r"\d+(\.\d+)?m?"
