@@ -265,8 +265,8 @@ def fold_text(text: str) -> str:
 
 class _Hider:
     """Replaces words that spell control tokens by marks that nobody can write into the
-    conversation. Where text with marks gets to a user it is turned back by
-    `conversations.py: _show`."""
+    conversation. `conversations.py: _show` puts the words back where text with marks is shown to a
+    user."""
 
     def __init__(self, tokenizer: Any, messages: Any, tools: Any) -> None:
         self.controls = compile_control_tokens(tokenizer, len(tokenizer))

@@ -27,7 +27,7 @@ WEIGHTS = (
 )
 """Patterns of the names of files that hold parameters, or say which file does. Whatever copies a
 model without its weights leaves them out: `copy_companions`, `training/checkpoint.py`,
-`training/pretrained.py`, `stages/reward_model.py`. Loaded are only ``.safetensors`` and ``.bin``
+`training/pretrained.py`, `stages/reward_model.py`. Only ``.safetensors`` and ``.bin`` are loaded
 (`REQUIRED_FILES`, `formats/stored_models.py: list_loaded_files`)."""
 CARD = "README.md"
 """The model's card. A card of the base would say of the policy what is true of the base only."""
@@ -44,10 +44,10 @@ REQUIRED_FILES = {
 DEFAULT_SHARD_BYTES = 50 * 10**9
 """The maximum size of a file that transformers writes by default."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""torch's name of a dtype → bytes of one parameter, of all in which a checkpoint may be saved
-(``save_dtype`` of `training/options.py` and `stages/base_model.py`). A further dtype also needs
-`training/fsdp/export.py: DTYPE_NAMES` and `planning/checkpoint_size.py: choose_width`, which takes
-all but float32 as two bytes."""
+"""torch's name of a dtype → bytes of one parameter, for all dtypes in which a checkpoint may be
+saved (``save_dtype`` of `training/options.py` and `stages/base_model.py`). A further dtype also
+needs `training/fsdp/export.py: DTYPE_NAMES` and `planning/checkpoint_size.py: choose_width`, which
+takes all but float32 as two bytes."""
 SAMPLING_SETTINGS = (
     "do_sample",
     "temperature",

@@ -74,9 +74,9 @@ SAMPLES = pa.schema(
         "outcome": pa.string(),
     }
 )
-"""Columns of the completions that an evaluation scored; the page and `deploy_model` read them. The
-three evaluations (`stages/evaluate.py`, `stages/evaluate_lm_eval.py`, `inference/held_out.py`)
-write rows with more keys than these, which pyarrow drops."""
+"""Columns of the completions that an evaluation scored; the page and `deploy_model` read them.
+`stages/evaluate.py`, `stages/evaluate_lm_eval.py` and `inference/held_out.py` write them: a value
+without a column here is dropped without a word."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = list[TokenId]

@@ -47,8 +47,8 @@ FIELD = "base_model"
 """The setting that names a model, for messages."""
 RUN = "run://"
 SCHEMES = ("run", "file", *BUCKET_SCHEMES)
-"""Schemes of references to models; any other is refused by the stage base_model, or is the
-hub's."""
+"""Schemes of references to models. ``hf://`` is none of them: it names a model of the hub
+(`core/hub.py`)."""
 PROMOTED = "promoted"
 EXPORT = "export"
 """The artifact that a reference to a run names where it names none."""
