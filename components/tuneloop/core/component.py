@@ -476,7 +476,9 @@ def component(
         role: what it is in a loop: reports, plans and progress ask for this, never for its name.
         results: scalars it returns, all of them each time; one that could not be measured is None.
             Each is an output of Argo's template, of the task on Kubeflow Pipelines, and of the
-            steps of a loop, by its name in kebab-case.
+            steps of a loop, by its name in kebab-case. Some names are asked for by readers:
+            `mean_reward` of scorers and evaluators (`runs/run_record.py`, `runs/promotions.py`,
+            `stages/deploy_model.py`), and `loss` of a checkpoint (`kfp/ui_outputs.py`).
         after: called once the output is committed, also if it was committed before; must be
             idempotent.
         identity: maps the parameters to what identifies the contents of a file that they name (it

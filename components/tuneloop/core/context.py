@@ -147,7 +147,9 @@ class Stage(Generic[StageParams]):
     def metric(self, step: int, **values: float) -> None:
         """Append one row to ``metrics.jsonl``.
 
-        No times may be in it: the file is part of the digest.
+        No times may be in it: the file is part of the digest. Each name becomes a curve of its own,
+        if the stage's role is one of `runs/run_record.py: RECORDING_ROLES` and the name is none of
+        `NO_CURVES` there; `runs/alarms.py` watches some curves by name.
         """
         if self.leader:
             row = dump_canonical_json({"step": step} | values)
