@@ -86,7 +86,9 @@ class Stage(Generic[StageParams]):
         facts: what the manifest will say of the output (JSON); equal work has equal facts, wherever
             it is done. Stages read those of others by the classes of `formats/facts.py`.
         notes: what it will say of this attempt: device, number of processes, what was resumed. The
-            digest does not cover them, nor `timings`.
+            digest does not cover them, nor `timings`. Readers ask for some by name, such as
+            `world_size` (`runs/replay.py`), `efficiency` (`ui/describe.py`) and those of
+            `runs/delivery.py`.
         timings: seconds, and rates whose name ends in ``_per_s``.
         barrier: waits for all ranks; the trainer replaces it once a process group exists.
         stopping: whether SIGTERM or SIGINT has arrived.
