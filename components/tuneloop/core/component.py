@@ -430,7 +430,9 @@ class Component:
 def _name_attempt() -> str:
     """Name this attempt's data directory.
 
-    The ranks of one torchrun attempt must agree on it without talking to one another.
+    The ranks of one torchrun attempt must agree on it without talking to one another. Retention
+    recognizes attempts that did not commit by the beginning ``data-`` (`runs/retention.py`); a
+    `Draft` without a given attempt has the same.
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
