@@ -55,12 +55,19 @@ PRUNED = "pruned.txt"
 """The file beside a manifest whose artifact's files retention has deleted, with the rule by which it
 did."""
 PARTS = ".parts"
+"""The folder below an attempt in which other machines than the leader's list their files
+(`Draft.contribute`); the commit deletes it."""
 CHECKSUM = "checksum"
+"""The key that `dump_checked_json` adds."""
 BLOCK = 4 << 20
 """Bytes that are hashed at a time."""
 DIGEST = "sha256"
+"""How digests begin, also in references (`split_ref`) and as directories of the cache
+(`core/cache.py: PREFIX`)."""
 STATED = ("format", "stage", "role", "kind", "params", "inputs", "results", "facts", "files")
-"""The fields of a manifest that its digest covers."""
+"""The fields of a manifest that its digest covers, absent ones as null. A field that is added here
+changes the digest of every artifact there is: all that are committed would be refused as
+changed."""
 ENTRY_TYPES: dict[str, tuple[JsonObject, Any]] = {
     "results": ({}, str | int | float | None),
     "facts": ({"version": int | None, "staleness": dict}, object),
@@ -76,7 +83,8 @@ _ADDRESS = re.compile(rf'"[^"]*@(?={DIGEST}:[0-9a-f]{{64}}")')
 _REMEDY = "restore it from a copy, or delete the artifact's URL and run the stage again"
 Role = Literal["sampler", "scorer", "trainer", "evaluator"]
 """What a stage is in a loop: it makes completions, judges them, learns from them, or measures the
-policy."""
+policy. Readers of runs ask for it (`Run.with_role`), plans and estimates by `StagePlan.role`, and
+`argo/pod_fields.py: find_role` derives from it what a pod requests."""
 
 
 class File(BaseModel, frozen=True):
@@ -90,7 +98,10 @@ class File(BaseModel, frozen=True):
 class Manifest(BaseModel, frozen=True):
     """The statements about a committed artifact.
 
-    `digest` covers the fields in `STATED`, never times or places.
+    `digest` covers the fields in `STATED`, never times or places. A new field needs a default,
+    which older manifests have, and has to be given by those who commit:
+    `core/component.py: Component._run`, `Stage.save_resume` and `Stage.commit_later` of
+    `core/context.py`, and the gateway (`extensions/gateway/resident.py`).
     """
 
     format: int = 1
@@ -238,7 +249,9 @@ class Artifact:
         read and verified.
 
         Where the store is a folder, files are read in place. Others are fetched into
-        `tuneloop.core.cache`, where they stay at least as long as this object does.
+        `tuneloop.core.cache`, where they stay at least as long as this object does: keep the object
+        while you use the path. What a stage asks for so is what its pod fetches
+        (`tests/unit/stages/test_parts.py`).
 
         Raises:
             UserError: the artifact, given as `flag`, has no such part, and the `remedy` says what
@@ -471,7 +484,7 @@ def dump_canonical_json(value: object) -> str:
 
 def dump_checked_json(value: JsonMapping, key: str) -> bytes:
     """Dump `value` as JSON with ``checksum``: the xxh3-128 of `key`, where it will lie, and of its
-    canonical JSON.
+    canonical JSON. Read it back by `load_checked_json` with the same `key`.
     """
     checked = dict(value)
     checked[CHECKSUM] = _compute_checksum(value, key)
@@ -492,10 +505,11 @@ def load_checked_json(
     """Load what `dump_checked_json` dumped for `key`.
 
     Args:
-        data: the bytes, or None, of which nothing is loaded.
+        data: the bytes; None: there is no such file, and the result is empty.
         key, url: where they were read, for the checksum and the message.
         remedy: what a person does about a damaged file.
-        shape: key → type of the entries that it must have.
+        shape: key → type of the entries that it must have. With a key that is added, files of
+            earlier runs are refused as damaged.
 
     Raises Corrupt if it is damaged or not of `shape`.
     """

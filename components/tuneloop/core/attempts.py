@@ -41,20 +41,28 @@ ATTEMPT = "TUNELOOP_ATTEMPT"
 LAST_END = "TUNELOOP_LAST_END"
 MORE_MEMORY = "TUNELOOP_MEMORY_ON_RETRY"
 """Environment variables of a pod: the attempt's number, from 0; phase, exit code and message of the
-previous attempt; the memory limit of later attempts, where it is higher than that of the first."""
+previous attempt, with a blank between them; the memory limit of attempts after the first, where
+`memory_on_retry` of the role is set. Pods of a JobSet have only the first."""
 FIRST_WAIT_S = 10.0
 LONGEST_WAIT_S = 60.0
 """Attempt `n` waits ``FIRST_WAIT_S * 2**n`` before it ends, the first one (0) not at all; at most the
 other."""
 RECORD = "attempts.json"
+"""The file of a `Record`, in the store that `admit_attempt` is given: ``resume`` below a stage's
+output, which is deleted with the commit; for a server what its flag ``--attempts`` names."""
 FAILURE = "failure.json"
+"""The file below an output in which a task of Kubeflow Pipelines leaves why its stage failed, as
+that engine does not say it: `kfp/retry.py` writes it, `runs/committed.py` reads it."""
 FAILED = {"time": float, "message": str}
-"""The file below an output that says why its stage failed, if no engine tells readers; the types of
-its fields."""
+"""Field of `FAILURE` → its type. Each is required: with a further one, files of earlier runs are
+refused as damaged."""
 
 
 class Record(BaseModel, frozen=True):
     """The budget of attempts, as an attempt leaves it for the next one.
+
+    A new field needs a default: a record that cannot be read counts as empty, so the budget would
+    begin anew. `kfp/retry.py` counts by the same class.
 
     Attributes:
         attempt: the number of the attempt that wrote it, from 0.
@@ -87,7 +95,9 @@ class Record(BaseModel, frozen=True):
 
     @property
     def is_used_up(self) -> bool:
-        """Whether no further attempt is allowed; of memory, `check_more_memory` says it."""
+        """Whether no further attempt is allowed. `MEMORY_BUDGET` is not part of it: only
+        `check_more_memory` reads that count.
+        """
         is_away_too_long = self.unavailable > AWAY_BUDGET.limit
         return self.without_progress > BUDGET.limit or is_away_too_long
 
@@ -96,6 +106,7 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
     """Record this attempt below `store`, or refuse it.
 
     Args:
+        store: holds the `RECORD`; readers of runs do not look there.
         read_progress: names what was reached so far, such as resume points; a change is progress.
 
     Raises:
@@ -169,8 +180,8 @@ def check_more_memory(record: Record) -> None:
 
 
 def read_record(store: Store, attempt: int, progress: str) -> Record:
-    """Read the record that attempt number `attempt` left; an empty one where it did not come so
-    far.
+    """Read the record that attempt number `attempt` left. If it left none, as it ended before
+    `admit_attempt`, the record is empty.
     """
     with contextlib.suppress(ValidationError):
         record = Record.model_validate_json(store.get(RECORD) or b"")
@@ -195,7 +206,11 @@ def wait_before_ending() -> None:
 
 
 def record_progress(store: Store) -> None:
-    """Forget the attempts so far: this one has brought progress."""
+    """Forget the attempts so far: this one has brought progress.
+
+    A server calls it when it has answered (`inference/http_api.py`). A stage does not: its resume
+    points and its commit are its progress.
+    """
     if read_attempt():
         store.delete(RECORD)
 

@@ -11,6 +11,9 @@ the lock however its holder ends:
 
 A name appears once all bytes are there. Still nothing is trusted: each process verifies the bytes
 of a file that it uses.
+
+Who takes files: `core/artifacts.py`, `formats/stored_models.py` and `weights/materialize.py`. Each
+keeps the open file that `take_file` returns for as long as it uses the path.
 """
 
 import contextlib
@@ -29,11 +32,14 @@ LIMIT = "TUNELOOP_CACHE_BYTES"
 """Environment variables: the cache's directory, and its maximum bytes (default: half of the space
 that is free without it)."""
 PREFIX = "sha256-"
-"""Prefix of the directories of artifacts; nothing else below `DIRECTORY` may be deleted."""
+"""Prefix of the directories of artifacts, as `open_directory` makes it of a digest ``sha256:…``.
+Only what has it counts against `LIMIT` and is deleted: a directory of another name, as
+`config/stored_facts.py: PREVIEWS`, stays for ever."""
 
 
 def open_directory(digest: str) -> Path:
-    """Return the directory of the artifact with this digest, below the cache, which is made.
+    """Return the directory of the artifact with this digest, below the cache. Only the cache itself
+    is made.
 
     Raises UserError if the cache cannot be made.
     """

@@ -70,21 +70,30 @@ OptionalInput = Annotated[Artifact | None, "input"]
 """An input that may be left out."""
 Results = JsonMapping
 Image = Literal["base", "trainer", "rollout"]
+"""The container images that stages run in; `images/Dockerfile`, `docker-bake.hcl` and
+`images/build.sh` build them. A pod of several iterations runs all its stages in ``rollout``,
+whatever they name (`argo/run_plan.py: plan_pod`): that image has the libraries of the others. A
+stage with an accelerator that neither trains nor scores is a sampler's pod in the image
+``rollout``, and a scorer's in any other (`argo/pod_fields.py: find_role`)."""
 TORCHRUN = ("python", "-m", "tuneloop.training.torchrun")
+"""How a command begins that starts ranks; `argo/kubeflow_sdk.py` recognizes such commands by it."""
 
 UNTRACKED: JsonDict = {"tuneloop": "untracked"}
 """``Field(json_schema_extra=UNTRACKED)``: the parameter, such as an address, is not part of an output's
 identity, and is not compared with that of a committed output. With other entries for the schema it is
-``UNTRACKED | {…}``."""
+``UNTRACKED | {…}``. The manifest does not have it, so that replay computes with its default: see
+`note_replay_params` where facts follow from it."""
 COMMITTED = "committed already, nothing to do"
-"""What a stage logs that finds its output committed; `tuneloop.cli.live` recognizes it."""
+"""What a stage logs that finds its output committed; `tuneloop.cli.live` recognizes this line of
+data_prep."""
 REPLAY_PARAMS = "replay_params"
 """The note with those untracked parameters from which facts of the output follow, by name: to
 replay the stage takes them, too."""
 
 
 def note_replay_params(stage: Stage, *names: str) -> None:
-    """Note untracked parameters, from which facts of the output follow."""
+    """Note untracked parameters, from which facts of the output follow; `runs/replay.py` reads
+    them."""
     stage.notes[REPLAY_PARAMS] = stage.params.model_dump(mode="json", include=set(names))
 
 
@@ -101,9 +110,11 @@ class Component:
         options: parameters that are flattened into `Params`: name → their model.
         inputs: input name → whether it is required.
         account: the ServiceAccount of its pod, which mounts its token; empty: the one of all
-            stages, without rights.
+            stages, without rights. Only Argo's pods get it (`argo/template.py`): a run of Kubeflow
+            Pipelines has one account for all tasks.
 
-    The others are explained at `component`.
+    The others are explained at `component`, which has the same parameters: a field that is added is
+    added there, too.
     """
 
     function: Callable[..., Results | None]
@@ -420,7 +431,9 @@ class Component:
 def _name_attempt() -> str:
     """Name this attempt's data directory.
 
-    The ranks of one torchrun attempt must agree on it without talking to one another.
+    The ranks of one torchrun attempt must agree on it without talking to one another. Retention
+    recognizes attempts that did not commit by the beginning ``data-`` (`runs/retention.py`); a
+    `Draft` without a given attempt has the same.
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
@@ -448,13 +461,27 @@ def component(
     parameters, described by ``Annotated[type, Field(description=…, ge=…)]``. Each field of a
     parameter whose type is a subclass of `Options` is a parameter of its own.
 
+    Some names mean something outside of the stage: `seed` and `iteration` (`Stage.seed`), the
+    `RUN_SETTINGS` of `config/pipeline.py`, `endpoint` (the graph sets it), `engine`, `engine_args`,
+    `backend` and `expected_world_size` (`workflow/loop.py: StageSpec`,
+    `workflow/plan.py: StagePlan`).
+
+    A parameter that is added to a stage has a default that does what the stage did without it: an
+    output that was committed before counts as made with the default (`_check_same_origin`). It is a
+    setting of each pipeline that has the stage's `settings`, and `make golden` renders it.
+
     Args:
         kind: what the output is; its URL's flag is ``--<kind>``, or ``--<kind>-out`` where an input
             has this name.
         image: the container image that has its libraries.
-        accelerator: whether its pod may get a GPU.
+        accelerator: whether its pod may get a GPU; one that only calls a server gets none
+            (`argo/pod_fields.py: find_role`).
         role: what it is in a loop: reports, plans and progress ask for this, never for its name.
-        results: scalars it returns; one that could not be measured is None.
+        results: scalars it returns, all of them each time; one that could not be measured is None.
+            Each is an output of Argo's template, of the task on Kubeflow Pipelines, and of the
+            steps of a loop, by its name in kebab-case. Some names are asked for by readers:
+            `mean_reward` of scorers and evaluators (`runs/run_record.py`, `runs/promotions.py`,
+            `stages/deploy_model.py`), and `loss` of a checkpoint (`kfp/ui_outputs.py`).
         after: called once the output is committed, also if it was committed before; must be
             idempotent.
         identity: maps the parameters to what identifies the contents of a file that they name (it
@@ -498,6 +525,9 @@ def build_command(module: str, processes: int = 1, nodes: int = 1) -> list[str]:
 def find_component(module: str, template: str = "", *, load: bool = False) -> Component | None:
     """Find the stage that `module` defines: the one called `template`, else the first, else None.
 
+    Without `load`, a stage outside of tuneloop.stages is found only where its module has been
+    imported: plans and displays then know nothing of it but what the plan states.
+
     Args:
         load: import a module that is neither one of tuneloop.stages nor a stage of an extension. It
             may be a program that starts when it is imported.
@@ -536,7 +566,8 @@ REMEDIES = {
     "list_type": "has to be a list, as in [A, B]",
     "string_type": "has to be a text: write it in quotes",
 }
-"""Type of a pydantic error → the remedy, in place of its message."""
+"""Type of a pydantic error → the remedy, in place of its message. Settings, stages, engines and the
+gateway explain errors by it; a type that is not here has pydantic's own words."""
 
 
 def convert_validation_error(error: ValidationError, prefix: str = "") -> UserError:

@@ -46,7 +46,10 @@ class Options(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
     """Parameters that several stages share.
 
     Attributes:
-        flags: the fields that are flags, in this order; empty: all fields are.
+        flags: the fields that are flags, in this order; empty: all fields are. A field that a
+            subclass's list leaves out is no parameter, and keeps its default: who adds one looks at
+            the lists of `training/options.py`, `stages/policy_update.py`, `stages/rollout.py`,
+            `stages/evaluate.py` and `stages/reference_logprobs.py`.
     """
 
     flags: ClassVar[tuple[str, ...]] = ()
@@ -62,7 +65,9 @@ StageParams = TypeVar("StageParams", default=Any)
 
 METRICS = "metrics.jsonl"
 """The file of an artifact to which `Stage.metric` appends its rows. Curves and the report read
-it (`tuneloop.runs.committed`), and retention keeps it of deleted checkpoints."""
+it (`tuneloop.runs.committed`), and `kfp/previews.py`; retention keeps it of deleted checkpoints
+(`runs/retention.py`, `training/old_checkpoints.py`); `training/epochs.py` saves it with resume
+points."""
 
 
 @dataclasses.dataclass
@@ -70,7 +75,8 @@ class Stage(Generic[StageParams]):
     """What a stage's function is given of the run it is part of.
 
     A function that reads parameters of the stage names them by a protocol, as in
-    ``Stage[RetentionParams]``.
+    ``Stage[RetentionParams]``. A new field needs a default: `core/component.py: Component._open`
+    and `extensions/gateway/resident.py` make stages.
 
     Attributes:
         out: the directory for output files, shared by all ranks of a machine, and by all machines
@@ -78,13 +84,16 @@ class Stage(Generic[StageParams]):
         attempt: the name of this attempt's data directory; all ranks agree on it.
         rank, local_rank, world_size: as torchrun sets them.
         facts: what the manifest will say of the output (JSON); equal work has equal facts, wherever
-            it is done.
-        notes: what it will say of this attempt: device, number of processes, what was resumed.
+            it is done. Stages read those of others by the classes of `formats/facts.py`.
+        notes: what it will say of this attempt: device, number of processes, what was resumed. The
+            digest does not cover them, nor `timings`. Readers ask for some by name, such as
+            `world_size` (`runs/replay.py`), `efficiency` (`ui/describe.py`) and those of
+            `runs/delivery.py`.
         timings: seconds, and rates whose name ends in ``_per_s``.
         barrier: waits for all ranks; the trainer replaces it once a process group exists.
         stopping: whether SIGTERM or SIGINT has arrived.
         later: the work that `commit_later` defers; it is called with the manifest committed at
-            `out_url`.
+            `out_url`. There is one: a second call of `commit_later` takes its place.
         tracked: the parameters by which a committed output is recognized as this stage's own.
         inputs: name → reference.
     """
@@ -140,7 +149,9 @@ class Stage(Generic[StageParams]):
     def metric(self, step: int, **values: float) -> None:
         """Append one row to ``metrics.jsonl``.
 
-        No times may be in it: the file is part of the digest.
+        No times may be in it: the file is part of the digest. Each name becomes a curve of its own,
+        if the stage's role is one of `runs/run_record.py: RECORDING_ROLES` and the name is none of
+        `NO_CURVES` there; `runs/alarms.py` watches some curves by name.
         """
         if self.leader:
             row = dump_canonical_json({"step": step} | values)
@@ -164,7 +175,9 @@ class Stage(Generic[StageParams]):
     def save_resume(self, step: int, write: Callable[[Path], None]) -> None:
         """Commit what a retry needs to go on from `step`; called by all ranks.
 
-        Older resume points, and those of other inputs or parameters, are deleted.
+        Older resume points, and those of other inputs or parameters, are deleted. Their folder,
+        ``resume``, is named by `runs/retention.py`, `kfp/stage.py` and `core/component.py`, too;
+        the last deletes it with the commit. A new resume point is progress for `core/attempts.py`.
 
         Args:
             write: gets a directory that the ranks of one machine share.
@@ -203,6 +216,9 @@ class Stage(Generic[StageParams]):
 
         A single process writes it on a thread while later stages run (`tuneloop.core.threads`).
         Several processes end with their stage, so they write it in this call.
+
+        A stage calls it once. The one use is the trainer's state at ``state``, which retention
+        knows by that name (`training/old_checkpoints.py: STATE`).
 
         Args:
             write: gets the directory to write to; what it reads must not change until the thread is

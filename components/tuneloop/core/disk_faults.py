@@ -94,6 +94,8 @@ READ_ONLY = DiskFault(
     _compile_numbers(_READ_ONLY),
     _compile("Read-only file system", "attempt to write a readonly database"),
 )
+"""`core/errors.py: DiskError` asks for this one: `Store.check_writable` makes it the user's
+mistake."""
 BROKEN = DiskFault(
     "I/O error of the disk",
     "check the disk or its mount",
@@ -115,7 +117,9 @@ CUT_SHORT = DiskFault(
     _compile(),
 )
 FAULTS = (NO_ROOM, NO_QUOTA, READ_ONLY, BROKEN, CUT_SHORT)
-"""All kinds, the more telling before those that only say that a write failed."""
+"""All kinds, the more telling before those that only say that a write failed: of several in one
+chain of errors, `find_refusal` takes the first. Each is one `core/errors.py: DiskError`, which is
+retried as unavailable."""
 _DEEPEST = 12
 """How many links are followed, from an error to those behind it and to its arguments."""
 

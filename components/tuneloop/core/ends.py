@@ -39,7 +39,10 @@ OUT_OF_MEMORY = "OOMKilled"
 NO_EXIT_CODE = -1
 """Argo's exit code of a pod that has no container status."""
 TERMINATED = 128 + signal.SIGTERM
-# In the order of their numbers, in which the docs and Argo's expressions have them.
+"""The exit code of a process that SIGTERM ended; one of ours ends with `EXIT_RETRY` instead."""
+# The exit codes of the classes KILL and EVICTED: signals of a fault, or of the kernel. In the order
+# of their numbers, in which the docs and Argo's expressions have them. `_SIGNALS` has words for
+# them.
 KILLED = tuple(
     128 + number
     for number in (
@@ -62,7 +65,9 @@ _EVICTION = f"{DELETED}|exit code 1(37|43)"
 class Budget:
     """A number of attempts, which the classes of ends share that count on it.
 
-    `tuneloop.core.attempts.Record` has the count of each budget.
+    `core/attempts.py: Record` counts each budget by name: a budget that is added needs a field
+    there, a line in `add`, and one in `is_used_up`. Without them nothing counts, and a pod is
+    started again until Argo's own limit (`argo/pod_fields.py: LIMIT`).
 
     Attributes:
         limit: how many attempts in a row may follow on such ends without progress.
@@ -74,7 +79,8 @@ class Budget:
 
 
 BUDGET = Budget(3, "within the budget")
-"""Of ends that may come from the stage itself."""
+"""Of ends that may come from the stage itself. `local/retries.py` prints its limit when a server is
+restarted."""
 AWAY_BUDGET = Budget(100, "100 times in a row without progress")
 """Of ends because a service is unavailable: with the waits of attempts, hours."""
 MEMORY_BUDGET = Budget(1, "once without progress")
@@ -91,14 +97,14 @@ class EndClass:
         codes: the exit codes that it can have where the container has ended. Classes may share a
             code: a pod is then started again if one of them is retried, and the new attempt
             refuses to go on if its own class is not.
-        error_pattern: of the messages with which Argo itself ends such a pod; empty: all that no
-            class before it has; None: Argo does not.
+        error_pattern: matches the messages with which Argo itself ends such a pod; empty: all
+            messages that no class before it matches; None: Argo ends no pod so.
         is_retried: whether a stage is started again after it.
-        budget: what such ends count on; None: they are free.
-        first_attempts: of ends by Argo itself: how many attempts of a pod may come before one more
-            is refused, whatever they ended by, as no program counts them. None: any number.
-        first_step_attempts: the same of ends of the container of a small step, which has no output
-            to keep a count at.
+        budget: what such ends count on; None: they count on none, and any number may follow.
+        first_attempts: limits ends by Argo itself, which no program counts: a pod is started again
+            only after its first so many attempts, whatever those ended by. None: no limit.
+        first_step_attempts: the same limit for a small step (a launcher, a continuation) whose
+            container has ended: it has no output below which it could keep a count.
         ends_server: whether a server is not started again either.
         remark: what the docs say besides.
     """
@@ -260,7 +266,15 @@ END_CLASSES: tuple[EndClass, ...] = (
     GAVE_UP,
     BUG,
 )
-"""All classes. Of those that share an exit code, the last one stands for it without another sign."""
+"""All classes. Of those that share an exit code, the last one stands for it without another sign.
+`ENGINE` stays behind the other classes with an `error_pattern`, as its empty one matches all
+messages.
+
+A class that is added is an entry here and a row of docs/ends.md (`tests/unit/core/test_ends.py`
+compares the table). A class with an exit code of its own is recognized by that, and needs the code
+in `core/errors.py: choose_exit_code`; any other needs a branch of `classify_end`. A class that the
+process itself names needs its word in `core/errors.py: KINDS`. Other retried codes change what is
+rendered: `make golden`."""
 _CLASS_BY_CODE = {code: end for end in END_CLASSES for code in end.codes}
 _FAILED = "lastRetry.status == 'Failed'"
 _CODE = "asInt(lastRetry.exitCode)"
@@ -323,6 +337,8 @@ policy."""
 RETRY_STAGE = build_retry_expression(END_CLASSES)
 RETRY_STEP = build_retry_expression(END_CLASSES, is_step=True)
 RETRY_SERVER = build_server_expression(END_CLASSES)
+"""The ``retryStrategy.expression`` of stages and pods of iterations, of small steps, and of
+servers; `argo/pod_fields.py`, `argo/jobset.py` and `argo/template.py` render them."""
 
 
 def classify_end(phase: str, code: int, message: str) -> EndClass:
@@ -356,7 +372,8 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
 
 _EXIT = re.compile(r"^(?P<exit>.*?exit code \d+(\)| \([^)]*\))?): ")
 """The beginning of the message of a pod that failed, as Argo or `describe_exit` words it; the last
-line of the process follows."""
+line of the process follows. Who changes the words of `describe_exit` changes this pattern, too:
+`runs/stages.py` and the commands cut messages by it."""
 
 
 def strip_exit(message: str) -> str:
@@ -381,6 +398,7 @@ _SIGNALS: Mapping[int, str] = {
     signal.SIGTERM: "asked to end",
     signal.SIGINT: "interrupted from the keyboard",
 }
+"""Signal → what messages say of it. Without an entry its name stands alone, as in ``SIGTRAP``."""
 
 
 def describe_exit(code: int, message: str = "") -> str:

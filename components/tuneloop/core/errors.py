@@ -22,7 +22,10 @@ from tuneloop.core import disk_faults
 
 P = ParamSpec("P")
 # Exit codes of stages and commands: Argo's retry strategies, the local executor, KFP's tasks and
-# users' scripts tell by them what may be run again (docs/commands.md).
+# users' scripts tell by them what may be run again (docs/commands.md). A further code needs a class
+# in `core/ends.py` (`END_CLASSES`), and a place in `choose_exit_code`. `cli/show.py` shows the last
+# line of a stage as an error, and `training/delegation.py` blames the user, for codes from 1 to 74
+# alone.
 EXIT_USER = 2
 EXIT_NOT_PROMOTED = 3
 # EX_TEMPFAIL of sysexits.h.
@@ -36,7 +39,8 @@ INTERRUPTED = "interrupted"
 UNAVAILABLE = "unavailable"
 FAILED_FOR_NOW = "failed for now"
 """How the last line of a process that ends with `EXIT_RETRY` begins: the class of its end
-(`tuneloop.core.ends`)."""
+(`core/ends.py: classify_end`). `training/delegation.py` and `training/torchrun.py` use these words,
+too."""
 MESSAGE_LENGTH = 2000
 """The longest message in characters: Kubernetes keeps 4,096 bytes of a termination message."""
 
@@ -69,7 +73,11 @@ def suggest_name(name: str, names: Collection[str]) -> str:
 
 
 class NotPromoted(UserError):
-    """A model does not pass its gate: the model that was served before is still served."""
+    """A model does not pass its gate: the model that was served before is still served.
+
+    It has an exit code of its own, so that scripts can tell it from a mistake;
+    `stages/deploy_model.py` raises it.
+    """
 
     kind = "not promoted"
     exit_code = EXIT_NOT_PROMOTED
@@ -77,16 +85,25 @@ class NotPromoted(UserError):
 
 KINDS = (UserError.kind, NotPromoted.kind, "gave up", INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW)
 NAMED = tuple(f"{kind}:" for kind in KINDS)
-"""Matches the beginning of a last line that names the class of its end."""
+"""Matches the beginning of a last line that names the class of its end; `cli/show.py` writes
+``error:`` before any other line. `describe_error` words the same beginnings."""
 
 
 def choose_exit_code(codes: Collection[int | None]) -> int:
-    """Choose the exit code of a failed run from the exit codes of its failed pods."""
+    """Choose the exit code of a failed run from the exit codes of its failed pods.
+
+    It is the first of these three that a pod has. All other codes, `EXIT_GAVE_UP` among them,
+    become 1. `local/journal.py` and `cluster/submit.py` call it; docs/commands.md lists the codes.
+    """
     return next((code for code in (EXIT_USER, EXIT_NOT_PROMOTED, EXIT_RETRY) if code in codes), 1)
 
 
 class Retryable(RuntimeError):
-    """The stage stopped through no fault of its inputs; running it again is right."""
+    """The stage stopped through no fault of its inputs; running it again is right.
+
+    A subclass is `FAILED_FOR_NOW`, three attempts without progress, unless it is an `Interrupted`
+    or an `Unavailable`: `describe_error` asks for these two.
+    """
 
 
 class NoKeys(Retryable):
@@ -115,7 +132,8 @@ class Unavailable(Retryable):
 
 
 class Corrupt(UserError):
-    """Bytes that differ from what their manifest says."""
+    """Bytes that differ from what their manifest says. It is not retried: the bytes stay as they
+    are."""
 
 
 class DiskError(Unavailable):
@@ -205,7 +223,12 @@ def write_termination_message(line: str, replace: bool = True) -> None:
 
 
 def report_errors(program: Callable[P, int]) -> Callable[P, int]:
-    """Return `program` such that it says what ended it, and returns that exit code."""
+    """Return `program` such that it says what ended it, and returns that exit code.
+
+    It is for servers, tasks of Kubeflow Pipelines and helpers. Stages have
+    `core/program.py: run_component`, which also waits while a service is away, and commands have
+    `cli/exits.py`: an error that is to be handled in another way is changed in all three.
+    """
 
     @functools.wraps(program)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:

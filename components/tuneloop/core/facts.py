@@ -17,9 +17,12 @@ from tuneloop.core.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts of one kind of artifact; a field without a default must be stated.
+    """The facts of one kind of artifact; a field without a default must be stated by the manifest.
 
-    Facts that are no field are ignored: other readers, and other versions of tuneloop, have more.
+    The classes are those of `formats/facts.py`, and `runs/prepared_data.py: PreparedData`. Types
+    are strict: a whole number where a float is declared is accepted, a text where a number is
+    declared is not. Facts that are no field are ignored: other readers, and other versions of
+    tuneloop, have more.
     """
 
     source: ClassVar[str] = "the output of another stage"

@@ -6,8 +6,10 @@ writes the time until which the lease is valid, by this machine's clock, into th
 that time. So a process that was paused, or whose sidecar lost the network, learns from its own
 clock that the lease has expired, before it commits anything.
 
-The same check stands before every commit (`Draft.commit`, `collect_provenance`). Without the
-variable, which pods of runs that share devices alone have, everything here does nothing.
+The same check stands before every commit (`Draft.commit`, `collect_provenance`), and before the
+pointer of weights moves (`weights/pointer.py`). Only pods of runs that share devices have the
+variable, from `extensions/sharing/lease_sidecar.py`, and workers of the gateway; without it
+everything here does nothing.
 """
 
 import os
@@ -24,19 +26,21 @@ from pydantic import BaseModel
 from tuneloop.core.errors import Retryable, Unavailable, UserError, report_error
 
 VARIABLE = "TUNELOOP_LEASE"
+"""Environment variable that names the file with the `Grant` of this process."""
 RELEASED = ".released"
 """Suffix of a file beside the grant's: it asks the sidecar, or the local executor, to release the
 lease."""
 STOP_FRACTION = 0.25
 """The last fraction of a renewal's validity: a stage that reaches it without another renewal is
-asked to stop. A renewal comes four times within its validity (`BEATS` of `sharing/leases.py`), so that
-one, or two, may be lost; a larger fraction than a half would stop a stage for one."""
+asked to stop. A renewal comes four times within its validity (`sharing/leases.py: BEATS`), so one
+or two of them may be lost. A fraction above a half would stop a stage for a single one."""
 POLL_S = 0.2
 """Seconds between two looks at the file of the lease. It is small, and on this node."""
 
 
 class Grant(BaseModel, frozen=True):
-    """A device lease, as its file describes it.
+    """A device lease, as its file describes it. Those who hold leases write it:
+    `sharing/leases.py`, and `sharing/sidecar.py` of one that was refused or released.
 
     Attributes:
         number: the fencing token, which is higher than that of every earlier lease of the group.

@@ -9,7 +9,8 @@ rewards, trackers, …) have the entry points of `tuneloop.core.plugins`.
 
 Who looks them up: `cli/__init__.py` (commands), `config/extended.py` (settings),
 `workflow/pod_hook.py` (pods), `core/component.py` and `runs/replay.py` (stages). A further hook is a
-field of `Extension`, and its place in the core.
+field of `Extension`, and its place in the core, which looks it up: nothing else reads a field.
+docs/extending.md has an extension that is tested.
 """
 
 import functools

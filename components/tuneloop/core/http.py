@@ -18,8 +18,9 @@ POLL_S = 0.2
 """Seconds between two calls of `check` while a request waits."""
 CONNECT_S = 10.0
 """Connection timeout in seconds: an address that does not answer at all, such as a deleted pod's,
-counts as lost."""
+counts as lost. The sandbox's client reads it, too (`rewards/sandbox`)."""
 END = b""
+"""The last `Event` of a response; chunks of a body are never empty."""
 
 Event = int | bytes | Exception
 """The status of a response, a chunk of its body, `END`, or the error that ended it."""
@@ -32,6 +33,9 @@ class Unanswered(Exception):
 def is_transient(status: int) -> bool:
     """Return whether a status may pass by itself: a server error, a request timeout, or too many
     requests.
+
+    Some clients add statuses of their own (`inference/engines/_connection.py: LATER`,
+    `kube/resize.py`); `kfp/api.py: UNAVAILABLE_STATUSES` is a list apart.
     """
     return status >= 500 or status in (408, 429)
 

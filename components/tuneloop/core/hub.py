@@ -1,8 +1,10 @@
 """Addresses on the Hugging Face hub: ``hf://owner/name@revision``, of a data set also
 ``hf://datasets/…``.
 
-Nothing is fetched here. Readers of models and data sets take such addresses apart by it, and name
-failures of the hub alike (`explain_failures`).
+Nothing is fetched here. Readers of models (`training/pretrained.py`, `config/model_facts.py`) and
+of data sets (`data/readers/hub.py`) take such addresses apart by `split_hub_address`, and explain
+failures of the hub alike (`explain_failures`). Whether a name can only be a path is asked by
+`formats/adapter_files.py: is_path` and `data/readers/opening.py`.
 """
 
 import errno
@@ -23,7 +25,9 @@ REFUSALS = {
     "RevisionNotFoundError": "has no such revision on the hub: check it",
     "OfflineModeIsEnabled": "is not in the hub's cache here, and HF_HUB_OFFLINE forbids to ask",
 }
-"""Class of an error of the hub's clients → what it says of a name, and the remedy."""
+"""Class of an error of the hub's clients → what it says of a name, and the remedy. Of several in a
+chain of errors the one that stands first here is shown, and those of `STATUSES` come last
+(`explain_refusal`). Tests: `tests/unit/stages/test_hub_names.py`."""
 STATUSES = {401: f"is refused by the hub: {TOKEN}", 403: f"is refused by the hub: {TOKEN}"}
 """The same for statuses of HTTP."""
 
@@ -31,8 +35,8 @@ STATUSES = {401: f"is refused by the hub: {TOKEN}", 403: f"is refused by the hub
 def split_hub_address(field: str, address: str, revision: str | None) -> tuple[str, str | None]:
     """Split an address on the hub into name and revision.
 
-    Any other address is returned unchanged, with `revision`. Raises UserError, with the name of
-    the setting `field`, if the address has another form or names another revision.
+    Any address without ``hf://`` is returned unchanged, with `revision`. Raises UserError, with the
+    name of the setting `field`, if the address has another form or names another revision.
     """
     if not address.startswith("hf://"):
         return address, revision

@@ -8,8 +8,9 @@ and changes nothing, and a damaged one is made again. It starts with the xxh3-12
 bytes, which zstandard compressed: a line of JSON, ``[key, mark, size]`` for each file, and the
 files' bytes.
 
-`runs/committed.py` alone uses it. Two versions of tuneloop may read one file, so a change of its
-form needs another `KEY`.
+`runs/committed.py` alone uses it: it says which files a run has (`_find_marks`), and proves them.
+Two versions of tuneloop may read one file, so a change of its form needs another `KEY`. The class
+of this name in `weights/versions.py` is another: the index of a checkpoint's tensors.
 """
 
 import contextlib
@@ -29,12 +30,13 @@ Result = TypeVar("Result")
 KEY = "index.zst"
 FEW = 100
 """The index is written once more files than this, plus a fiftieth of those indexed, were read one
-by one."""
+by one: for fewer, reading them again costs less than writing the index."""
 REQUESTS = 32
 """Requests to an object store at a time."""
+# How a mark begins that is the digest of the file's bytes; `runs/committed.py` makes such marks.
 DIGEST = "xxh3-128:"
 DIGEST_BYTES = 16
-"""Of the digest of 128 bits, with which a packed index begins."""
+"""Bytes of the digest with which a packed index begins."""
 
 
 class Index:

@@ -22,22 +22,32 @@ REFUSALS = (
     "NoSuchBucket",
     "SignatureDoesNotMatch",
 )
-"""S3's errors that a retry does not change; obstore does not recognize them when it lists keys."""
+"""S3's errors that a retry does not change: the user's mistake, exit code 2. obstore does not
+recognize them when it lists keys. An error that is not here is unavailable, and retried for
+hours."""
 KEYS = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, for an S3 of your own AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
     "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY",
 }
-"""Where each scheme's keys come from."""
+"""Scheme → where its keys come from, for messages; each of `core/store.py: BUCKET_SCHEMES` has an
+entry.
+"""
 METADATA = ("169.254.169.254", "metadata.google.internal")
-"""The metadata service of a cloud's machine: it is asked for credentials when no others are set."""
+"""The metadata service of a cloud's machine: it is asked for credentials when no others are set. An
+error that names it says that there are none (`core/errors.py: NoKeys`)."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+"""obstore's variables for the URL of an S3, which are read here only to allow HTTP. A pod of Argo
+has all keys of the ConfigMap `tuneloop-store`, a task of Kubeflow Pipelines only those of
+`argo/pod_fields.py: PLAIN` and `SECRET`."""
 ENDPOINT = re.compile(
     r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]+))?(/[A-Za-z0-9._~/-]*)?"
 )
 MAX_PORT = 0xFFFF
 IMAGE = "TUNELOOP_IMAGE"
-"""Variable of every pod, and of no process on this machine: its image."""
+"""Variable of every pod, and of no process on this machine: its image. `argo/pod_fields.py`,
+`kfp/task_pod.py` and the gateway set it, `local/pod.py` leaves it out; the manifest records it
+(`core/provenance.py`)."""
 PATIENCE = timedelta(seconds=60)
 """How long a pod asks a store again that does not answer, or fails. obstore itself asks ten times, which
 is over in one to six seconds where connections are refused, and the next attempt of a stage costs

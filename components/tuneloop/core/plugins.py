@@ -24,7 +24,8 @@ PACKAGES = {
     "fleet": "inference.fleet",
     "backends": "training.backends",
 }
-"""Family → its package below tuneloop, where that has another name."""
+"""Family → its package below tuneloop, where that has another name. Entry points are in the group
+``tuneloop.<family>`` all the same; `tests/unit/test_references.py: GROUPS` lists those groups."""
 
 
 def list_variants(family: str) -> list[str]:
@@ -68,6 +69,9 @@ def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
 
 def find_module(family: str, name: str) -> ModuleType | None:
     """Find the module of a variant that describes itself where a run is configured.
+
+    Engines alone are asked so, for their ``CAPABILITIES`` and arguments (`inference/engines`,
+    `config/engines.py`).
 
     Returns:
         That of a variant that ships, or whose entry point names a whole module (``name =
@@ -151,8 +155,9 @@ def _explain_names(family: str) -> str:
 def list_shipped_variants(family: str) -> list[str]:
     """List the modules of a family's package: each is a variant that users may name.
 
-    A module with parts of other variants begins with an underscore, or its package lists it in
-    ``NOT_VARIANTS``.
+    A module with parts of other variants begins with an underscore, or the package's
+    ``__init__.py`` lists it in ``NOT_VARIANTS``: without either it is offered to users, in messages
+    and by `tuneloop schema`, and fails where it is loaded.
     """
     package = importlib.import_module(_package(family))
     excluded = getattr(package, "NOT_VARIANTS", ())

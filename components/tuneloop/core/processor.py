@@ -50,7 +50,8 @@ REQUEST_PERMISSION = 0x1023
 TILE_DATA = 18
 
 LIMITED: dict[str, str] = {}
-"""For the provenance: what is limited in this process, and why; empty if nothing is."""
+"""For the provenance: what is limited in this process, and why; empty if nothing is.
+`runs/summary.py` shows its ``why`` among the devices of a run."""
 
 
 def check_processor() -> None:
@@ -68,8 +69,8 @@ def check_processor() -> None:
 def limit_workers() -> None:
     """Limit a process of vLLM if a limited process of tuneloop started it.
 
-    Any other one asks for the permission to use AMX. vLLM calls this in each of its processes
-    (entry point in ``vllm.general_plugins``).
+    Any other one asks for the permission to use AMX. vLLM calls this in each of its processes, by
+    the entry point ``tuneloop-processor`` of pyproject.toml in the group ``vllm.general_plugins``.
     """
     if os.environ.get(VARIABLE) == "bad":
         limit_libraries(f"{VARIABLE}=bad")

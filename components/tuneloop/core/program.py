@@ -23,7 +23,8 @@ from tuneloop.core.attempts import wait_before_ending
 from tuneloop.core.json_types import JsonMapping, JsonObject
 
 TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets"}
-"""Libraries that the extra ``train`` installs."""
+"""Libraries that the extra ``train`` of pyproject.toml installs: one that is missing is the user's
+mistake. Any other missing module is a bug here, unless who imports it says which extra has it."""
 UNKNOWN_ADDRESS = re.compile(r"\{\{tasks\.([\w-]+)\.ip\}\}")
 """What Argo leaves in an argument for the address of a daemon whose pod has none at the moment."""
 
@@ -104,7 +105,8 @@ def parse_arguments(
         fields: name of a parameter → its field.
 
     Returns:
-        The values that were passed, by name.
+        The values that were passed, by name. An empty text counts as not passed, since workflows
+        pass it for what is absent: no flag can set a parameter to ``""``.
 
     Raises UserError if a flag is unknown, missing or incomplete.
     """
@@ -142,7 +144,11 @@ def parse_arguments(
 
 
 def write_outputs(values: JsonMapping) -> None:
-    """Write one file a value below ``$TUNELOOP_OUTPUTS``, where the workflow engine reads them."""
+    """Write one file a value below ``$TUNELOOP_OUTPUTS``, where the workflow engine reads them.
+
+    Their names are those that `argo/pod_fields.py` declares as outputs; `local/iterations.py` reads
+    the files of the stages that it runs in its own process.
+    """
     directory = os.environ.get("TUNELOOP_OUTPUTS")
     if directory:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -175,7 +181,8 @@ def encode_value(value: object) -> str:
 def _decoder(field: FieldInfo) -> Callable[[str], Any]:
     """Return what reads a flag's text.
 
-    Lists, dicts and models come as JSON. Pydantic converts everything else.
+    Lists, dicts and models come as JSON. Pydantic converts everything else. The values of a
+    ``Literal`` stay text, so one of numbers would refuse every flag.
     """
     if get_origin(field.annotation) is Literal:
         return str

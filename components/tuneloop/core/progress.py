@@ -1,8 +1,9 @@
 """Progress of long steps: rates and time left, as a bar on a terminal, as a line every few seconds
 elsewhere.
 
-Lines have one form, which `cli/live.py` recognizes (`PROGRESS`): name, colon, ``done/total``, unit,
-and facts as two blanks, name and value.
+Lines have one form: name, colon, ``done/total``, unit, and facts as two blanks, name and value.
+`cli/live.py` recognizes them by its patterns `PROGRESS` and `FACT`; another form, or a name with a
+blank or a hyphen, is not shown by `tuneloop run`.
 """
 
 import os
@@ -74,7 +75,7 @@ class Progress:
         # Before the first unit is finished nobody knows how long one takes.
         if done > self.earlier:
             rate = (done - self.earlier) / max(seconds, 1e-9)
-            # Of a large model on a CPU a step takes minutes: its rate would be 0.0.
+            # A step of a large model takes minutes on a CPU: its rate would be 0.0.
             slow = rate < 1
             parts.append(f"{1 / rate:.3g} s each" if slow else f"{rate:.1f} {self.unit}/s")
             if done < self.total:

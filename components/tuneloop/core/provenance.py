@@ -1,9 +1,10 @@
 """What made an output: code, image, packages, device, and its position in the workflow.
 
-The manifest records it and its digest does not cover it: no result may depend on it. Replay
-compares some of it to explain bits that differ (`runs/replay.py`), reports and the page show it,
-and `policy_update` repeats an update only on as many processes. A key that is left out is "not
-recorded" for its readers.
+The manifest records it and its digest does not cover it: no result may depend on it. Each reader
+names the keys that it takes, so that one which is added is recorded and shown nowhere:
+`runs/replay.py` (`DECIDING`) to explain bits that differ, `runs/summary.py`, `ui/describe.py`,
+`kfp/previews.py`, and `extensions/provenance` for attestations. `policy_update` repeats an update
+only on as many processes. A key that is left out is "not recorded" for its readers.
 """
 
 import contextlib
@@ -33,9 +34,12 @@ LIBRARIES = (
     "math-verify",
     "reasoning-gym",
 )
-"""Packages whose versions affect the numbers of a stage; rewards use the last two."""
+"""Packages whose versions affect the numbers of a stage; rewards use the last two. A warm process
+whose versions differ from these is not used either (`local/warm.py`, `local/processes.py`)."""
 NODE_PREFIX = "TUNELOOP_NODE"
-"""Prefix of the variables that name a pod's node in the workflow."""
+"""Prefix of the variables that name a pod's node in the workflow; `argo/pod_fields.py` and
+`kfp/template.py` set them, and `inference/engines/_client.py` reads one to know that it is in a
+pod."""
 
 
 def collect_provenance(start: float, world_size: int) -> JsonObject:
@@ -97,7 +101,7 @@ def list_device_ids() -> list[str]:
 
 @functools.cache
 def code_digest() -> str:
-    """Hash this package's sources (xxh3-64): it tells two builds of one version apart."""
+    """Hash this package's ``.py`` files (xxh3-64): it tells two builds of one version apart."""
     state = xxhash.xxh3_64()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         state.update(path.read_bytes())

@@ -2,7 +2,8 @@
 state.
 
 A stage asks `Stage.seed`, which adds its own seed and iteration. Changing how a seed is derived, or
-the name of a stream, changes the bits of every run that is resumed or replayed.
+the name of a stream, changes the bits of every run that is resumed or replayed, and the canary of a
+model without text (`formats/canary.py: derive_ids`). docs/architecture.md lists the streams.
 """
 
 import hashlib
@@ -53,7 +54,7 @@ def permute_index(index: int, count: int, seed: int) -> int:
     It takes constant time and memory, by the generalized Feistel network of Black and Rogaway
     ("Ciphers with Arbitrary Finite Domains", CT-RSA 2002), which is repeated until the result is
     below `count`. xxh3-64 under `seed` is its round function: enough for a shuffle, not for a
-    cipher.
+    cipher. `stages/rollout.py` orders prompts by it, `training/epochs.py` rows.
     """
     rows = math.isqrt(count - 1) + 1
     columns = (count + rows - 1) // rows

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 VARIABLE = "TUNELOOP_TOKEN_FILE"
-"""Environment variable of servers and clients that names the file.
+"""Environment variable of servers and clients that names the file: set by `argo/pod_fields.py`,
+`kfp/rollout_server.py` and the gateway. The sandbox service has a variable of its own
+(`workflow/settings.py: SANDBOX_TOKEN`).
 
 If the file never existed, no token is required or sent."""
 _PATHS_READ: set[str] = set()
+"""The files that this process has read: a server whose file is gone does not become an open one."""
 
 
 def read_tokens(variable: str = VARIABLE) -> Sequence[str]:

@@ -11,7 +11,11 @@ obstore's local store has no conditional replace, so files take an advisory lock
 rename instead.
 
 Files of an artifact are written once. Of what is written again, several processes at a time change
-only what goes through ``swap``: the pointer of weights, the queue of a lease group, and promotions.
+only what goes through ``swap``: the pointer of weights (`weights/pointer.py`), the queue of a lease
+group (`sharing/lease_storage.py`), and promotions (`runs/promotions.py`).
+
+A method of `Store` has a part for files and one for object stores, and runs in `_faults`, which
+decides the exit code of whatever the file system or the service raises.
 """
 
 import contextlib
@@ -46,9 +50,15 @@ RANGE = 8 << 20
 READERS = 16
 """Bytes of one ranged read, and how many of these travel at a time: up to 128 MiB of memory."""
 STAGED = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
-"""Matches the name of a file that is being written, or that a kill has left."""
+"""Matches the name of a file that is being written, or that a kill has left. `Store._stage` and
+`Store.download` make such names; `runs/retention.py` deletes what matches and is old."""
 BUCKET_SCHEMES = ("s3", "gs", "az")
+"""Schemes whose URLs begin with a bucket. Each is in `SCHEMES`, too, and has its keys in
+`core/object_stores.py: KEYS`. Models may lie in the same stores
+(`formats/stored_models.py: SCHEMES`). `kfp/io.py: SCHEMES` lists those of Kubeflow Pipelines' own
+artifacts, and `cluster/preflight.py: has_store_keys` knows the keys of s3 alone."""
 SCHEMES = ("file", "s3", "gs", "az", "memory")
+"""Schemes of stores; only tests use ``memory``."""
 # What files and obstore raise: for a key that does not exist, or cannot, as a part of it is a file;
 # for one that exists, or that was changed meanwhile; and for one that this user may not use.
 MISSING = (FileNotFoundError, exceptions.NotFoundError)
@@ -307,7 +317,8 @@ class Store:
         """Find the keys of some names `depth` folders below `folder`.
 
         Returns:
-            Key → a mark that changes with every write.
+            Key → a mark that changes with every write. `core/index.py` keeps marks: in another form
+            they cost every run one more reading of its files.
         """
         marks: dict[str, str] = {}
         with self._faults(folder):
@@ -445,7 +456,10 @@ class Store:
     def _faults(self, key: str) -> Iterator[None]:
         """Turn errors of the file system or the service into one line with the right exit code.
 
-        What a method expects, such as a missing or an existing key, passes as it is.
+        What a method expects, such as a missing or an existing key, passes as it is, and the method
+        turns it into its own answer. The last branch makes all errors of obstore unavailable (75)
+        that no branch above names: `FORBIDDEN`, `CHANGED`, and the words of `REFUSALS` and
+        `METADATA`.
         """
         address = f"{self.url}/{key}"
         try:
@@ -480,7 +494,7 @@ class Store:
 
 
 def fsync_path(path: Path, *, directory: bool = False) -> None:
-    """Make a file durable, or with `directory` its name, which lives in the parent directory."""
+    """Make a file durable, or with `directory` its name, which the parent directory holds."""
     descriptor = os.open(path.parent if directory else path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -47,7 +47,8 @@ def map_ahead(
 ) -> Iterator[Result]:
     """Yield `function` of each item, in order, while `threads` threads work ahead.
 
-    At most as many results wait as there are threads.
+    At most `threads` results wait for the caller, and as many items are being worked on: that
+    bounds the memory of large items.
     """
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(threads) as pool:
@@ -71,7 +72,8 @@ def forward_signals(
     """Call `handler` with the number of each of these signals that arrives in the block.
 
     The handler that was installed before is called, too, as its owner may have more stages to run.
-    Only the main thread can install handlers; on another one this does nothing.
+    Only Python's own one for SIGINT is not. Only the main thread can install handlers; on another
+    one this does nothing.
     """
     previous: dict[int, Any] = {}
 
@@ -95,7 +97,7 @@ def forward_signals(
 
 def end_process(code: int, report: Callable[[int], None] = lambda code: None) -> NoReturn:
     """End this process with an exit code, after its threads and exit functions, and then `report`
-    with the code.
+    with the code. `local/processes.py` has another function of this name, which ends a child.
 
     The interpreter is not finalized: that takes half a second where torch is loaded, and threads of
     native libraries may still run then, and abort a command that has succeeded ("terminate called
@@ -114,7 +116,8 @@ def end_process(code: int, report: Callable[[int], None] = lambda code: None) ->
 class Background:
     """Work that a stage defers until its output is committed, one piece at most.
 
-    No result depends on it. Code that uses its product, or changes its input, waits for it first.
+    No result depends on it. Code that uses its product, or changes its input, waits for it first:
+    today `training/checkpoint.py`, whose trainer the thread may still read.
 
     Attributes:
         is_concurrent: whether the work runs on a thread, as more stages follow.

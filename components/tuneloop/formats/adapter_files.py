@@ -3,7 +3,9 @@
 Only JSON is read here, so this module needs no library of models.
 
 `config/model_facts.py` and `planning/limits.py` read it where a run is configured, and
-`training/pretrained.py` in the stage `base_model`, so that both refuse the same directories.
+`training/pretrained.py` in the stage `base_model`, so that both refuse the same directories. Which
+types of adapters can be used is decided where they are merged (`training/merged.py`). Tests:
+`tests/unit/stages/test_adapter_base.py`.
 """
 
 import json
@@ -38,9 +40,15 @@ class AdapterFiles:
     kind: str
 
     def choose_base(self, name: str, chosen: str | None) -> tuple[str, str | None]:
-        """Choose the base model and its revision; `chosen` wins. Raises UserError: for the adapter
-        called `name`, that none is stated, or a path that is not here; for `chosen`, that it is a
-        path that is not here."""
+        """Choose the base model and its revision.
+
+        Args:
+            name: of the adapter, for messages.
+            chosen: the user's setting `SETTING`, which wins; None: what the adapter's file states.
+
+        Raises UserError: `chosen` is a path that is not here, or there is none and the file states
+        no base model, or a path that is not here.
+        """
         if chosen is not None:
             if is_path(chosen) and not Path(chosen).is_dir():
                 remedy = "is not a directory here; name one, or a model of the hub"

@@ -1,7 +1,9 @@
 """What a model's class in transformers can compute, known from the model's configuration alone.
 
 What these functions say decides which attention trains and samples: an answer that changes is
-another way to compute, with other bits.
+another way to compute, with other bits. `training/fsdp/attention.py`, `training/fsdp/policy.py` and
+`inference/engines/transformers.py` ask them. Tests: `tests/unit/training/test_architectures.py`,
+`tests/local/test_architectures.py`.
 """
 
 from pathlib import Path
@@ -9,7 +11,10 @@ from typing import Any
 
 FLASH = "flash_attention_2"
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Kinds of layers that transformers keeps from looking into another document of a packed row."""
+"""Kinds of layers that transformers keeps from looking into another document of a packed row. Any
+other kind of a model's ``layer_types`` counts as recurrent, and ``packing=packed`` is refused. The
+kernels for packed rows have a list of their own, by which ``packing=auto`` chooses
+(`training/fsdp/attention.py: LAYERS`): a kind that is added here may belong there, too."""
 
 
 UNBOUNDED = 1 << 30

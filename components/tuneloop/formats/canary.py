@@ -11,7 +11,9 @@ A step of training may move the log-probabilities by far less than the noise. `t
 measures both, and says whether the answers can show which of two versions an engine serves.
 
 `base_model` and `training/checkpoint.py` write it; `inference/proof.py` compares an engine with it
-before each batch. Checkpoints of earlier runs have it, so a new field needs a default.
+before each batch, and `stages/evaluate_lm_eval.py` and `inference/conformance.py` a server.
+Checkpoints of earlier runs have it, so a new field needs a default. docs/weights.md describes the
+proof.
 """
 
 import json
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 FILE = "canary.json"
 LENGTH = 128
-"""The maximum number of tokens. Their mean noise varies by a tenth from text to text."""
+"""The maximum number of tokens. Their mean noise varies by a tenth from text to text. A run keeps
+the tokens of its base model: another length or text takes effect in new runs alone."""
 CHARACTERS = 8
 """Characters of text that are taken for a token."""
 NOISE_FACTOR = 3.0
@@ -39,7 +42,8 @@ NOISE_FACTOR = 3.0
 FLOOR = 0.01
 """The least tolerance, in nats: a float32 model has nearly no noise, but kernels differ."""
 SEPARATED = 8.0
-"""Answers tell two versions apart that differ by this many standard deviations of the noise."""
+"""Answers tell two versions apart that differ by this many standard deviations of the noise.
+`inference/proof.py` reads it, too, and manifests state it as ``separation_needed``."""
 RESOLUTION = 1e-6
 """The least noise assumed of any engine, in nats: float32 kernels differ this much."""
 ENGLISH = (
@@ -76,7 +80,8 @@ class Canary(BaseModel, frozen=True):
             temperature 1, computed in float32 from the weights as they are saved.
         noise: of an engine that computes the same weights in the dtype that it serves.
         text: where the tokens are from: ``prompts``, ``english`` or ``derived``.
-        before: `logprobs` of the version before, None where there is none.
+        before: `logprobs` of the version before; None for the first version, or after a change of
+            the tokens.
         indistinct_since: the first version of the policy that an engine with this noise could not
             tell from the version before it; None while all could be told.
     """

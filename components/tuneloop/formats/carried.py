@@ -2,7 +2,9 @@
 pass them on. So the checkpoint that the next `rollout` samples with has them, and a loop needs no
 other state.
 
-`config/loop.py` computes from the same settings how old carried tokens can be (`max_staleness`).
+`config/loop.py` computes from the same settings how old carried tokens can be (`max_staleness`). A
+stage that is put between `rollout` and `policy_update` has to call `pass_carried` as `model_reward`
+does, or the groups are lost. Tests: `tests/unit/stages/test_carry.py`.
 """
 
 import json
@@ -20,7 +22,8 @@ CARRIED = "carried.parquet"
 """The file of the carried groups; its columns are those of ``rollouts.parquet``."""
 METADATA = "tuneloop"
 """Key of the Parquet schema's metadata: JSON with ``drawn``, the prompts taken so far, and
-``options`` of sampling."""
+``options`` of sampling. `stages/rollout.py` writes both, and drops carried groups whose options are
+others (`_shared_options`)."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,12 @@ class OpenGroup:
 
 def read_carried(policy: Artifact) -> tuple[dict[str, OpenGroup], JsonObject]:
     """Read the groups that a checkpoint carries, by name and in order, and their metadata; both may
-    be empty."""
+    be empty.
+
+    Each completion is made anew from its columns: a field that is added to `Completion` has to be a
+    column of `formats/rollouts.py: SCHEMA`, and an argument here. Episodes are never carried, so
+    their fields are not read (`stages/rollout.py` refuses an environment together with rounds).
+    """
     if CARRIED not in policy.manifest.files:
         return {}, {}
     table = pq.read_table(policy.part(CARRIED))

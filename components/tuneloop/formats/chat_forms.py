@@ -7,7 +7,8 @@ arguments of tool calls as JSON text, `null` where a message only calls tools, o
 form changes what a message says.
 
 It is the first of four steps: forms here, rendering and ids in `chat_rendering`, documents to learn
-in `conversations`, and `tokens` for everybody else.
+in `conversations`, and `tokens` for everybody else. Before these, `data/messages.py` makes messages
+of the rows of data sets.
 """
 
 import contextlib
@@ -24,10 +25,13 @@ Message = JsonObject
 """A message as OpenAI has it: ``role``, ``content``, ``tool_calls``."""
 Reasoning = Literal["keep", "drop"]
 """What becomes of an assistant's reasoning: it is a part of the target, or it is left out
-everywhere."""
+everywhere. The setting is `reasoning` of `stages/data_prep.py`; the way of such a setting is
+described at `conversations.py: History`."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message under which data sets and templates have the reasoning."""
+"""Keys of a message under which data sets and templates have the reasoning. Of a message that has
+several the first one counts; a template gets all those that its source names. docs/templates.md
+lists them."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are text, as OpenAI's two APIs call them."""
 ABSENT = "absent"
@@ -39,6 +43,10 @@ INLINE = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 @dataclass(frozen=True)
 class Form:
     """How messages are put to a template.
+
+    A choice that is added is a field at the end, a tuple at the end of the product in `list_forms`,
+    which passes its values by position, and a branch of `apply`. It multiplies the number of
+    renderings that a conversation takes before it is refused.
 
     Attributes:
         parts: whether content is a list of parts, and not text.

@@ -2,7 +2,10 @@
 tokens.
 
 Text is text: what messages and tools say never becomes a control token, also where it is spelled
-like one. Such words are replaced by marks while the template renders, and are encoded as text."""
+like one. Such words are replaced by marks while the template renders, and are encoded as text.
+
+Tests: `tests/unit/formats/test_templates.py` (every template of TRL) and
+`tests/unit/formats/test_chat_forms.py`."""
 
 import enum
 import functools
@@ -33,6 +36,8 @@ NO_UNICODE = "is not Unicode: it has half of a surrogate pair; correct or drop t
 
 class Progress(enum.IntEnum):
     """The check at which a form of a conversation failed; a later one is a higher number.
+
+    (The display of long steps, `core/progress.py`, has a class of the same name.)
 
     `RENDER`: the template raised, or wrote Python objects. `PROMPT`: it left out a tool or a message
     of the prompt. `TURN`: it left out text or tool calls of the assistant's turn. `REASONING`: it
@@ -260,7 +265,8 @@ def fold_text(text: str) -> str:
 
 class _Hider:
     """Replaces words that spell control tokens by marks that nobody can write into the
-    conversation."""
+    conversation. `conversations.py: _show` puts the words back where text with marks is shown to a
+    user."""
 
     def __init__(self, tokenizer: Any, messages: Any, tools: Any) -> None:
         self.controls = compile_control_tokens(tokenizer, len(tokenizer))

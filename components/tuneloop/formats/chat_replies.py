@@ -2,6 +2,7 @@
 reply.
 
 `inference/multi_turn.py` asks it after each turn of an episode, by way of `formats/tokens.py`.
+Tests: `tests/unit/formats/test_templates.py`, `tests/unit/inference/test_episodes.py`.
 """
 
 import hashlib
@@ -35,10 +36,22 @@ def encode_reply(
     Plain text is itself. In a chat it is what the template puts between the end of the assistant's
     turn and its next: the rest of that message, a message of `role`, the opening of a new one. The
     template renders a sample conversation; the policy's own turn is never rendered, as only its
-    sampled ids count. `turn` is its text, if known: one without reasoning loses nothing where the
-    template removes reasoning from earlier turns. `last` is its last id, if known. Raises UserError
-    if the template cannot render this, ends turns with none of the ids `stops`, or removes the
-    reasoning of earlier turns; `keep_reasoning` accepts that."""
+    sampled ids count.
+
+    Args:
+        text: of the reply.
+        chat: whether the prompt was a chat.
+        role: of the message that the reply becomes, such as ``tool``.
+        stops: the ids that end a completion.
+        keep_reasoning: accept a template that removes the reasoning of earlier turns: the policy
+            goes on from what it sampled.
+        turn: the text of the policy's turn, if known: one without reasoning loses nothing where the
+            template removes it.
+        last: the last id of the policy's turn, if known.
+
+    Raises UserError: the template cannot render this, ends turns with none of `stops`, or removes
+    the reasoning of earlier turns.
+    """
     if not chat:
         return encode_text(tokenizer, text)
     # Words of the sample that no reply can have in it by chance, nor a template.

@@ -1,7 +1,8 @@
 """``SHA256SUMS``: the digests of a directory's files, in the format of the tool ``sha256sum``.
 
 The file makes a directory in a store verifiable without a manifest of ours: `sha256sum --check`
-reads it, and anybody can write it.
+reads it, and anybody can write it. `formats/uploads.py` writes it; `formats/stored_models.py` reads
+it, and refuses a directory that has a `CLAIM`. Tests: `tests/unit/cli/test_store_put.py`.
 """
 
 import re
@@ -13,6 +14,7 @@ SUMS = "SHA256SUMS"
 """The name of the file."""
 CLAIM = f".{SUMS}.partial"
 """The name of a file of sums beside files that are still on their way."""
+# A line of the tool's, in text or binary mode; one of a name with a backslash is refused.
 LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
 
 

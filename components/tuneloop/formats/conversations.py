@@ -8,8 +8,10 @@ Such a turn cannot be both a target and the context of a later one in a single d
 later turn begins a document of its own.
 
 A document is a sequence of ids that is trained on as one. `chat_rendering.py` renders text with
-marks, which stand for words of the user that spell control tokens, and tries forms of a
-conversation (`Form`), since templates differ in what they read of a message."""
+marks, which stand for words of the user that spell control tokens. A conversation is tried in
+several forms (`chat_forms.py: Form`), since templates differ in what they read of a message.
+
+Tests: `tests/unit/formats/test_templates.py`, `tests/unit/formats/test_chat_forms.py`."""
 
 import json
 import re
@@ -38,7 +40,13 @@ NO_PROMPT = "nothing stands before this turn; let a message of the user begin th
 NO_MESSAGES = "is not a JSON list of chat messages"
 History = Literal["as-rendered", "per-turn"]
 """`as-rendered`: turns share a document wherever the template renders the earlier ones as they were
-targets; `per-turn`: each turn has a document of its own."""
+targets; `per-turn`: each turn has a document of its own.
+
+It is a setting of the data, as `Reasoning` is, and goes this way: a field of
+`stages/data_prep.py: DataOptions` and a line in its facts; a field of
+`formats/facts.py: PromptFacts`; the list of names that `stages/tokenize_data.py` passes on;
+`training/corpora.py: RowEncoder`; and `training/delegation.py: CONVERSATION_CHOICES`, as other
+backends render conversations themselves."""
 OPEN_REASONING = re.compile(r"<think>\s*\Z")
 """The end of a prompt in which the template has opened the reasoning."""
 
@@ -246,8 +254,8 @@ def join_turns(
 
 
 def _encode_in_some_form(chat: Chat, encode: Callable[[Chat], T]) -> T:
-    """Return `encode` of the conversation in the first form of which the template leaves out nothing
-    (`list_chats`). Raises UserError with the reason of the form that got farthest."""
+    """Return `encode` of the conversation in the first of its forms (`list_chats`) for which the
+    template leaves out nothing. Raises UserError with the reason of the form that got farthest."""
     refusals: list[CannotRender] = []
     for candidate in list_chats(chat):
         try:

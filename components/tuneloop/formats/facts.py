@@ -2,7 +2,10 @@
 
 A stage writes them as plain entries of `Stage.facts`, and its file does not name the class here.
 What a class requires, older artifacts must have, too: a new field needs a default
-(`tuneloop.core.facts`).
+(`tuneloop.core.facts`). An entry without a field is recorded and read by nobody here, but some
+readers take entries by name: `ui/describe.py`, `extensions/provenance`, and
+`training/checkpoint.py`, which hands on what is said of the model. `stages/reward.py` hands on all
+facts of the rollouts. Tests: `tests/unit/core/test_facts.py`.
 """
 
 from dataclasses import dataclass
@@ -19,6 +22,10 @@ from tuneloop.formats.too_long import DROP_AT_MOST, LengthPolicy, TooLong
 @dataclass(frozen=True)
 class TrainerState:
     """What is known of a trainer's state beside its tensors: ``state.json``, or the fact instead.
+
+    `training/checkpoint.py: write_checkpoint` writes the same entries as a plain mapping: a field
+    that is added is added there, and has a default for older checkpoints. The entries decide in
+    `training/state_sources.py` whether a state can be continued.
 
     Attributes:
         stage: the stage that wrote it.
@@ -49,7 +56,8 @@ class VersionFacts(Facts):
 
 @dataclass(frozen=True, kw_only=True)
 class LineageFacts(Facts):
-    """What an artifact of a loop has only if it is a checkpoint; none is required.
+    """What a checkpoint states of its base model and of its trainer. Each field may be absent:
+    retention reads artifacts of other kinds by this class, too (`training/old_checkpoints.py`).
 
     Attributes:
         base: reference of the checkpoint that the adapters belong to, None without adapters.
@@ -92,7 +100,8 @@ class SamplingFacts:
 
 @dataclass(frozen=True)
 class OversamplingFacts:
-    """How many groups were sampled, and how many of them the update wants."""
+    """How many groups were sampled, and how many of them the update wants: `stages/rollout.py`
+    states it, and `training/mini_batches.py` leaves the others out."""
 
     asked: int
     wanted: int
@@ -118,6 +127,9 @@ class RewardFacts(Facts):
 @dataclass(frozen=True, kw_only=True)
 class PromptFacts(Facts):
     """Facts of data, and of tokens made of it.
+
+    `stages/tokenize_data.py` copies them from the one to the other by a list of names, in which a
+    new field belongs, too (`conversations.py: History` names all places).
 
     Attributes:
         too_long, drop_at_most: what becomes of rows that are too long.

@@ -11,11 +11,13 @@ from dataclasses import asdict, dataclass
 from tuneloop.core.wording import format_count
 
 FACT = "held_out"
+"""The key of the facts, which is also the field's name in `formats/facts.py`."""
 
 
 @dataclass(frozen=True)
 class HeldOutFacts:
-    """The loss on held-out demonstrations before and after training.
+    """The loss on held-out demonstrations before and after training. The page shows it as `__str__`
+    says it.
 
     Attributes:
         demonstrations: how many were held out.

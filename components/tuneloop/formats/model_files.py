@@ -2,9 +2,6 @@
 these.
 
 Only names, sizes and JSON are read here, so this module needs no library of models.
-
-`SAMPLING_SETTINGS` are removed from a policy that is trained, as it is not sampled by them while it
-trains (`training/checkpoint.py`); a setting that transformers adds belongs there.
 """
 
 import fnmatch
@@ -28,22 +25,29 @@ WEIGHTS = (
     "*.onnx",
     "*.onnx_data",
 )
-"""Names of files that hold parameters, or say which file does."""
+"""Patterns of the names of files that hold parameters, or say which file does. Whatever copies a
+model without its weights leaves them out: `copy_companions`, `training/checkpoint.py`,
+`training/pretrained.py`, `stages/reward_model.py`. Only ``.safetensors`` and ``.bin`` are loaded
+(`REQUIRED_FILES`, `formats/stored_models.py: list_loaded_files`)."""
 CARD = "README.md"
 """The model's card. A card of the base would say of the policy what is true of the base only."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Files of which a tokenizer has one."""
+"""Names of files with a vocabulary; a tokenizer has at least one of them."""
 REQUIRED_FILES = {
     "config.json": ("config.json",),
     # Some tokenizers, as that of bytes, are nothing but a configuration.
     "tokenizer": (*TOKENIZER_FILES, "tokenizer_config.json"),
     "weights": ("*.safetensors", "*.bin"),
 }
-"""What a model's directory has to hold → patterns of the files that it may be in."""
+"""What a model's directory has to hold → patterns of the files that it may be in.
+`planning/limits.py` checks it before a run, and `training/pretrained.py` in the stage."""
 DEFAULT_SHARD_BYTES = 50 * 10**9
 """The maximum size of a file that transformers writes by default."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""torch's name of a dtype → bytes of one parameter."""
+"""torch's name of a dtype → bytes of one parameter, for all dtypes in which a checkpoint may be
+saved (``save_dtype`` of `training/options.py` and `stages/base_model.py`). A further dtype also
+needs `training/fsdp/export.py: DTYPE_NAMES` and `planning/checkpoint_size.py: choose_width`, which
+takes all but float32 as two bytes."""
 SAMPLING_SETTINGS = (
     "do_sample",
     "temperature",
@@ -74,7 +78,11 @@ SAMPLING_SETTINGS = (
     "min_length",
     "min_new_tokens",
 )
-"""The settings of generation_config.json that change the distribution of the next token."""
+"""The settings of generation_config.json that change the distribution of the next token. They are
+removed from a policy that is trained, as it is not sampled by them while it trains
+(`training/checkpoint.py`), and stated as ``facts.dropped_generation_settings``. A setting that a
+new version of transformers brings belongs here: until then it stays, and changes how others
+sample."""
 
 
 def list_missing_parts(directory: Path) -> list[str]:

@@ -1,7 +1,9 @@
 """The history of promotions of a store: names such as ``production`` for weight versions that
 passed a gate.
 
-``<store>/promoted.json`` lists all promotions, the newest last; it is only appended to.
+``<store>/promoted.json`` lists all promotions, the newest last; it is only appended to, by
+`runs/promotions.py`. `formats/stored_models.py` resolves ``run://NAME@promoted`` by it, and
+`cluster/schedule.py` what a schedule's next run begins with.
 """
 
 from collections.abc import Sequence
@@ -16,9 +18,10 @@ from tuneloop.core.store import Store
 KEY = "promoted.json"
 
 # The record of a promotion: the version that was named, and the evaluation whose results
-# (`figures`) reached the
-# minima (`least`). `runs/promotions.py` writes it. Its fields are keys of a file, so they are not
-# renamed, and one that is added is `NotRequired`: older files lack it.
+# (`figures`) reached the minima (`least`). `runs/promotions.py` writes it. Its fields are keys of a
+# file, so they are not renamed, and one that is added is `NotRequired`: older files lack it, and
+# would be refused as damaged. `tuneloop promoted` prints them
+# (`extensions/provenance/commands.py`).
 Promotion = TypedDict(  # noqa: UP013
     "Promotion",
     {

@@ -1,7 +1,8 @@
 """All prompts of a run, rendered and counted once, before anything is trained.
 
 `base_model` calls it, as the first stage that has the run's tokenizer. The stages that sample leave
-out the same prompts (`inference/prompt_room.py`).
+out the same prompts (`inference/prompt_room.py`): a rule that changes here changes there.
+Tests: `tests/unit/stages/test_too_long.py`.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from tuneloop.formats.tokens import encode_prompt_row
 from tuneloop.formats.too_long import SHOWN
 
 REQUIRED = ("id", "prompt", "chat")
+"""The columns of data that encoding a prompt takes, besides the optional ones
+(`formats/rows.py`)."""
 
 
 def check_prompts(
@@ -28,12 +31,20 @@ def check_prompts(
     completion_tokens: Mapping[str, int],
     context: int,
 ) -> None:
-    """Encode every prompt of the splits in `completion_tokens` and count those that leave less room
-    than that.
+    """Encode every prompt of some splits, and count those that leave no room for a completion.
 
     Later stages skip the ones that do not fit; here it is known how many they are. Counts, the
-    longest prompt and the first rows are left in ``facts.prompts``. Raises UserError: a prompt that
-    the chat template cannot render, or more that do not fit than the data allows to drop."""
+    longest prompt and the first rows are left in ``facts.prompts``.
+
+    Args:
+        prompts: of data_prep; it also says how many prompts may be dropped.
+        completion_tokens: split → the tokens of a completion; a split that the data lacks is passed
+            over.
+        context: tokens of a prompt and its completion.
+
+    Raises UserError: a prompt that the chat template cannot render, or more that do not fit than
+    the data allows to drop.
+    """
     rule = PromptFacts.read(prompts).length_policy
     counts: JsonObject = {}
     for split, tokens in completion_tokens.items():

@@ -3,6 +3,11 @@ how rows are made.
 
 Its columns are an interface: trainers, rewards, the page and notebooks of users read them by name,
 from artifacts of earlier releases, too. A new column is added and may be absent; none is renamed.
+
+Each reader lists the columns that it takes: `training/samples.py: COLUMNS`, `stages/reward.py`,
+`ui/samples.py` with `ui/static/samples.js`, `kfp/previews.py: COLUMNS`,
+`extensions/provenance/questions.py`. Tests: `tests/unit/stages/test_rollout.py`,
+`tests/unit/stages/test_carry.py`.
 """
 
 import bisect
@@ -32,6 +37,9 @@ SAMPLES_FILE = "samples.parquet"
 """What evaluations write: `SAMPLES`."""
 ROWS = 1024
 """Rows in a row group."""
+# pyarrow writes exactly these columns: a value that `make_rows` adds without a column here is
+# dropped without a word, and a column that it does not fill is null. `read_carried` of
+# `formats/carried.py` reads them back. docs/stages.md describes them.
 SCHEMA = pa.schema(
     {
         "request_id": pa.string(),
@@ -52,8 +60,10 @@ SCHEMA = pa.schema(
 )
 JUDGEMENTS = pa.schema({"outcome": pa.string(), "score": pa.float32(), "breakdown": pa.string()})
 """Columns that a scorer adds: what judging gave (`tuneloop.rewards.outcomes.Outcome`), the score, null
-without one, and as JSON what each reward gave."""
+without one, and as JSON what each reward gave. `stages/reward.py` and `stages/model_reward.py`
+write their values in this order."""
 TEXTS = ("id", "prompt", "completion", "answer")
+"""The first columns of `SAMPLES`, in the order in which `stages/evaluate_lm_eval.py` fills them."""
 SAMPLES = pa.schema(
     {
         "id": pa.string(),
@@ -64,13 +74,19 @@ SAMPLES = pa.schema(
         "outcome": pa.string(),
     }
 )
-"""Columns of the completions that an evaluation scored; the page and `deploy_model` read them."""
+"""Columns of the completions that an evaluation scored; the page and `deploy_model` read them.
+`stages/evaluate.py`, `stages/evaluate_lm_eval.py` and `inference/held_out.py` write them: a value
+without a column here is dropped without a word."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = list[TokenId]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A seed that torch's generators accept."""
 FinishReason = Literal["stop", "length", "abort"]
+"""Why sampling ended: at a stop token; at the limit of tokens, which `Sample.truncated` and
+`Rounds` ask for; or by the engine, after which `endpoint` samples again. Another word is an error,
+such as vLLM's own `error` and `repetition`. The protocol of servers has the same words
+(`inference/conformance.py`)."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +103,11 @@ class Request:
 class Completion:
     """A completion of the policy. Third-party engines return it, too, so the type of each value is
     checked.
+
+    A field that is added needs a default, as servers of third parties do not send it, and an
+    unknown field is an error for clients of an earlier version (`inference/engines/_client.py`).
+    `inference/rounds.py: _join` and `formats/carried.py: read_carried` make completions anew from
+    the fields that they know, and `inference/multi_turn.py` an `Episode`: they drop any other.
 
     Attributes:
         ids: with the stop token, where there is one.
@@ -131,8 +152,8 @@ def request_id(group: str, sample: int) -> str:
 def make_rows(
     tokenizer: Any, row: JsonMapping, request: Request, completions: Sequence[Completion]
 ) -> list[JsonObject]:
-    """Make the rows of one prompt's completions; `row` is the prompt's own, `request.id` names the
-    group."""
+    """Make the rows of one prompt's completions, as `SCHEMA` has them; `row` is the prompt's own,
+    and `request.id` names the group."""
     # The prompt's row has everything that later stages need, so that they need not read the data.
     rows: list[JsonObject] = []
     for sample, completion in enumerate(completions):
@@ -203,7 +224,11 @@ def write_rollouts(
 
 def build_reward_inputs(tokenizer: Any, row: JsonMapping, completion: Completion) -> dict[str, str]:
     """Build what rewards read of a completion: the last turn's text, and metadata with the
-    episode."""
+    episode.
+
+    The key ``environment`` of the metadata has `turns`, `reward` and `transcript`: docs/training.md
+    promises them to rewards, and `rewards/environment.py` reads ``reward``.
+    """
     text = decode_ids(tokenizer, completion.ids)
     if not isinstance(completion, Episode):
         return {"completion": text, "metadata": row["metadata"]}

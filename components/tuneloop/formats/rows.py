@@ -1,8 +1,9 @@
 """Rows of prompts and demonstrations: the columns that only newer data has, and how a row is named
 to people.
 
-`data_prep` writes these rows (`data/tables.py`); artifacts of earlier releases lack the optional
-columns.
+`data_prep` writes these rows (`data/tables.py: SCHEMAS`); artifacts of earlier releases lack the
+optional columns. Readers name the columns that they need, and get no others:
+`inference/generate.py: COLUMNS`, `training/corpora.py`, `formats/prompt_lengths.py: REQUIRED`.
 """
 
 import re
@@ -12,7 +13,7 @@ from tuneloop.core.json_types import JsonMapping
 
 OPTIONAL_COLUMNS = ("tools", "row")
 """Columns that are read where the data has them: schemas of tools (a JSON list), and the row of the
-user's file."""
+user's file. A column that is added to data goes here, so that older data can still be read."""
 
 
 def list_columns(required: Iterable[str], present: Iterable[str]) -> list[str]:

@@ -1,6 +1,8 @@
 """Sequences whose items are made when they are read, so that data may be larger than memory.
 
-A slice is a list, which is made at once.
+A slice is a list, which is made at once. An item is made anew each time it is read, so `make` must
+give equal items for an index. Subclasses are `formats/token_files.py: Corpus` and those of
+`training/pairs.py`; readers of data sets return them (`data/readers`).
 """
 
 import bisect

@@ -11,6 +11,12 @@
 Each but the last may end with ``@sha256:…``: then it names these bytes and no others. The digest
 is the artifact's, or that of the directory's listing, which states the size and the SHA-256 of each
 file where the directory has ``SHA256SUMS``, and the store's entity tag where it has none.
+
+A reference ``run://…`` can be read only where the store is known. So those who know it resolve it
+first, and a new form of it passes through them: `config/loading.py: configure_for`,
+`kfp/configure.py`, and `stages/base_model.py: resolve_model`. `config/stored_facts.py` and
+`config/model_facts.py` read models before a run. Tests: `tests/unit/stages/test_stored_models.py`,
+`tests/unit/planning/test_model_references.py`, `tests/unit/cli/test_store_put.py`.
 """
 
 import re
@@ -41,14 +47,17 @@ FIELD = "base_model"
 """The setting that names a model, for messages."""
 RUN = "run://"
 SCHEMES = ("run", "file", *BUCKET_SCHEMES)
+"""Schemes of references to models. ``hf://`` is none of them: it names a model of the hub
+(`core/hub.py`)."""
 PROMOTED = "promoted"
 EXPORT = "export"
 """The artifact that a reference to a run names where it names none."""
 ITERATION = re.compile(r"iterations/\d+")
 CONFIGS = ("config.json", "adapter_config.json")
-"""The files of which a model, or adapters, have one."""
+"""Names of configurations: a directory with one of them is a model, or adapters."""
 FETCHED_TOGETHER = 4
-"""Files that are fetched at a time; of each several ranges travel at a time."""
+"""Files that are fetched at a time; a large one travels in several ranges
+(`core/store.py: READERS`)."""
 FORM = "write run://RUN/ARTIFACT, run://RUN/iterations/N or run://NAME@promoted"
 
 
@@ -232,8 +241,8 @@ def locate_run(reference: str, store: str | None) -> str:
 
 
 def _locate_promoted(reference: str, store: str, name: str, key: str) -> str:
-    """Return the reference of the version that was last promoted as `name`; with `key`, of the
-    artifact of its run that has this version."""
+    """Return the reference of the version that was last promoted as `name`; with a `key`, the
+    reference of the artifact at this key of its run, which must have this version."""
     history, _ = read_history(Store(store))
     promotion = find_newest(history, name)
     if not promotion:
@@ -345,7 +354,9 @@ def _read_sums(reference: str, url: str, names: Collection[str]) -> dict[str, st
 
 
 def list_loaded_files(names: Collection[str]) -> list[str]:
-    """List the files that loading a model takes: of the weights those of one format."""
+    """List the files that loading a model takes: of the weights those of one format, safetensors
+    where they are there. Without either format none: then loading says what is missing.
+    """
     companions = [name for name in names if not holds_weights(name)]
     for extension in (".safetensors", ".bin"):
         ends = (extension, f"{extension}.index.json")

@@ -1,11 +1,12 @@
 """A chat template as a setting: read from a file, with arguments of its own, and written into a
 checkpoint.
 
-Arguments stand before the template as defaults, so that every program that renders it, ours or
-another, does so alike: all stages, vLLM, and whoever loads the export.
+Arguments are written before the template as defaults, so that all programs render it alike: all
+stages, vLLM, and programs of others that load the export.
 
 `base_model` writes them once; no later stage changes a template. `planning/limits.py` reads a file
-of a template before anything starts.
+of a template before anything starts. Tests: `tests/unit/formats/test_chat_forms.py`, and of dates
+`tests/unit/stages/test_template_date.py`.
 """
 
 import datetime
@@ -25,6 +26,7 @@ from tuneloop.formats.chat_rendering import (
 )
 
 ANSWER = "Understood"
+"""What the assistant says in `SAMPLE`: a word that no template has, by which its turn is found."""
 SAMPLE = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": ANSWER},
@@ -49,7 +51,8 @@ SET_BY_CALLERS = {
     "pad_token",
     "unk_token",
 }
-"""Arguments of a template that are not the user's to set."""
+"""Arguments of a template that the programs which render it give, and no user sets: those that
+transformers and vLLM pass by themselves. `list_arguments` offers users all others."""
 
 
 def set_chat_template(tokenizer: Any, file: str | None, arguments: JsonMapping) -> None:

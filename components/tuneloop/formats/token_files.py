@@ -3,6 +3,7 @@ machine has.
 
 `tokenize_data` writes such files and training reads them (`training/corpora.py`). What is not
 tokenized yet goes into a temporary one, so that both kinds of data are read alike.
+Tests: `tests/unit/formats/test_corpus.py`.
 """
 
 import copy
@@ -20,6 +21,9 @@ from tuneloop.formats.sequences import LazySequence
 
 ROWS = 32
 """Documents in a record batch."""
+# A column that is added may be absent, as `row` of earlier versions, and takes a line in four
+# places: `write_corpus`, `Corpus.__init__`, `Corpus.select`, which copies each column by hand, and
+# `Document`.
 SCHEMA = pa.schema(
     {
         "id": pa.string(),
@@ -124,7 +128,8 @@ class Document:
     """Token ids, and which of them are targets; the first never is, for nothing precedes it.
 
     Attributes:
-        labels: the ids to predict at each position, where they differ from `ids`.
+        labels: the ids to predict at each position, where they differ from `ids`: only a client of
+            the gateway gives them (`extensions/gateway/resident.py`), and no file has them.
         row: the row of the user's file that it comes from; None: not known.
     """
 

@@ -6,7 +6,11 @@ ids to one another.
 
 Text is text: what data, users or tools say never becomes a control token (one that the tokenizer
 marks as special), also where it is spelled like one. Those come from the chat template and from
-this module alone."""
+this module alone.
+
+The functions of `chat_rendering`, `chat_replies` and `conversations` that other packages use are
+imported here, and taken from here. What is encoded in another way changes the ids that are trained:
+`tests/unit/formats/test_templates.py` has every template of TRL."""
 
 import json
 from collections.abc import Sequence
@@ -80,8 +84,8 @@ def encode_prompt_row(tokenizer: Any, row: JsonMapping) -> list[int]:
 
 
 def encode_completion(tokenizer: Any, text: str) -> list[int]:
-    """Encode what the policy should produce for `text`: no special tokens but the end of sequence,
-    last."""
+    """Encode what the policy should produce for plain `text`: no special tokens but the end of
+    sequence, last. In a chat, the answer is a turn of the template: `encode_answer`."""
     ids = encode_text(tokenizer, text)
     ids.append(tokenizer.eos_token_id)
     return ids

@@ -1,7 +1,10 @@
 """What becomes of rows that are too long, and how many may be dropped.
 
-`data_prep` puts the setting into its facts, and every later stage reads it from there
-(`PromptFacts`): tokens are counted only where there is a tokenizer.
+`data_prep` puts the settings into its facts, and every later stage reads them from there
+(`formats/facts.py: PromptFacts`), as tokens are counted only where there is a tokenizer.
+`stages/tokenize_data.py` passes them on by a list of their names: a setting that is added to
+`PromptFacts` belongs into that list, too, or runs with tokenized data have its default. Tests:
+`tests/unit/stages/test_too_long.py`.
 """
 
 from collections.abc import Sequence
@@ -13,11 +16,15 @@ from tuneloop.core.wording import format_count
 
 TooLong = Literal["drop", "truncate", "refuse"]
 """`drop` leaves a row out, `truncate` cuts the end of a demonstration off, `refuse` ends the
-stage."""
+stage. A prompt to sample from is never cut: with `truncate` it is left out. Readers ask for
+`truncate` (`training/lengths.py`) and `refuse` (`check_share`, `inference/prompt_room.py`) alone,
+so a further action would act as `drop` until each of them knows it."""
 DROP_AT_MOST = 0.01
-"""The share of rows that may be dropped where nothing else is set."""
+"""The share of rows that may be dropped, of data whose manifest does not state one. The setting's
+own default stands in `stages/data_prep.py: DataOptions`."""
 SHOWN = 10
-"""Rows that an error names."""
+"""Rows that an error or a fact names; `data/budgets.py` has its own for rows that cannot be
+used."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +43,14 @@ class LengthPolicy:
         return max(1, int(self.share * total))
 
     def check_share(self, dropped: int, total: int, rows: Sequence[str], problem: str) -> None:
-        """Check that `dropped` of `total` rows may be left out. Raises UserError with the first
-        ones of `rows`, descriptions of these; `problem` ends the sentence about them, with what the
-        user can do."""
+        """Check that `dropped` of `total` rows may be left out.
+
+        Args:
+            rows: descriptions of the dropped rows; the first `SHOWN` are in the error.
+            problem: ends the sentence about them, with what the user can do.
+
+        Raises UserError: more rows than are allowed, or any where they are refused.
+        """
         allowed = 0 if self.action == "refuse" else self.count_allowed(total)
         if dropped <= allowed:
             return

@@ -3,6 +3,9 @@
 Before the first file, ``.SHA256SUMS.partial`` is created there. It lists the files that will be
 there by their SHA-256, and so it claims the place: an interrupted upload of the same directory goes
 on, and another directory is refused. The last file is ``SHA256SUMS``, and the claim is deleted.
+
+`tuneloop store put` (`cli/store.py`) is its one user; `formats/stored_models.py` reads what it
+leaves. Tests: `tests/unit/cli/test_store_put.py`.
 """
 
 import hashlib
@@ -20,6 +23,7 @@ from tuneloop.core.store import Conflict, Store
 from tuneloop.formats.checksums import CLAIM, SUMS, format_sums, parse_sums
 
 MEGABYTE = 10**6
+"""Bytes of the unit in which the progress is shown."""
 SENT_TOGETHER = 4
 """Files that are sent at a time; large ones travel in parts."""
 

@@ -1,4 +1,9 @@
-"""The pod that Argo makes of a workflow's template, with the patches of both applied."""
+"""The pod that Argo makes of a workflow's template, with the patches of both applied.
+
+Checks before a run look at it: `planning/pod_paths.py` (paths), `cluster/pod_requests.py` and
+`cluster/pod_shapes.py` (room, limits). It has only the fields that they ask for: a check of another
+field, such as affinity, finds it here only where a patch sets it.
+"""
 
 import json
 from collections.abc import Iterator
@@ -12,8 +17,8 @@ from tuneloop.workflow.strategic_merge import apply_patch
 def list_pods(spec: JsonMapping, template: JsonMapping) -> Iterator[tuple[JsonObject, int]]:
     """Yield the specs of the pods of a template that run at the same time, each with their number.
 
-    They are those of a job that the template applies, or the one that Argo makes. A template that
-    only calls others has none.
+    They are those of a JobSet that the template applies, or the one that Argo makes. A template
+    that only calls others has none, and neither has one that applies an object of another kind.
 
     Args:
         spec: of the workflow.

@@ -1,5 +1,6 @@
 """Operators, conversions and member access of expr-lang (github.com/expr-lang/expr), on Python's
 values. `expressions.py` parses; it also evaluates Argo's `when` (govaluate) by `apply_operator`.
+Tests: `tests/unit/workflow/test_expressions.py`.
 """
 
 import ast
@@ -136,7 +137,7 @@ def apply_operator(
         if not isinstance(second, list | dict):
             message = f"'in' needs a list or map on its right, got {format_json(second)}"
             raise ExpressionError(message)
-        # Of a map, the keys are its members.
+        # A map has its keys as members.
         is_member = any(_are_equal(first, item) for item in second)
         return is_member == (operation is ast.In)
     are_texts = isinstance(first, str) and isinstance(second, str)

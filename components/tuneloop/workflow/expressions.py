@@ -2,12 +2,18 @@
 
 A `Scope` is flat, ``"tasks.update.outputs.parameters.loss" → "0.3"``, as the controller keeps it;
 every value is text (artifacts apart). Expressions are the part of expr-lang
-(https://expr-lang.org/docs/language-definition) that pipelines
-render: literals, lists, ``+ - * / %``, comparison, ``&& || ! and or not``, ``?:``, member and
-    index access, ``in``, ``matches``, and the functions in `FUNCTIONS`. A ``when`` is govaluate's
-    language, in which a bare word is a string. Whatever else appears is refused by name. Both
-    languages are read by Python's grammar, once their words are replaced by Python's: ``!`` by
-    ``~`` and ``matches`` by ``is``, which bind as tightly.
+(https://expr-lang.org/docs/language-definition) that pipelines render: literals, lists,
+``+ - * / %``, comparison, ``&& || ! and or not``, ``?:``, member and index access, ``in``,
+``matches``, and the functions in `FUNCTIONS`. A ``when`` is govaluate's language, in which a bare
+word is a string. Whatever else appears is refused by name.
+
+Both languages are read by Python's grammar, once their words are replaced by Python's: ``!`` by
+``~`` and ``matches`` by ``is``, which bind as tightly. An operator that is added is a word of
+`_PYTHON` or `_SHARED`, and an entry of `expression_values.py: _OPERATORS` or a case of `_evaluate`.
+
+The local executor evaluates by it, and `argo/lint.py` parses by it: what is not supported here is
+refused on a cluster, too. Argo's own answers are in tests/unit/local/parity
+(`tests/unit/local/test_parity.py`).
 """
 
 import ast
@@ -329,4 +335,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "toJson": values.format_json,
     "len": len,
 }
-"""The functions an expression may call: Argo's own names and expr-lang's."""
+"""The functions an expression may call: Argo's own names and expr-lang's. One that is added has to
+answer as Go's does, also for wrong arguments, which raise ValueError."""

@@ -4,6 +4,11 @@
 `kfp/loop.py` draw the iterations, `argo/run_plan.py` plans them, `workflow/pod_loop.py` runs several
 in one pod, and `runs/forking.py` reads where one begins. A pipeline with branches or nested loops
 writes its graph for the engine itself.
+
+What is added to a `Loop` is added to its plan (`workflow/plan.py: LoopPlan`, made in
+`argo/run_plan.py`), to both drawings, and to `workflow/pod_loop.py: PodLoop`, or pods of several
+iterations do not know it. Tests: `tests/unit/argo/test_loop.py`,
+`tests/unit/local/test_iterations.py`, `tests/golden`.
 """
 
 import copy
@@ -53,13 +58,15 @@ class StageSpec:
             else:
                 self.parameters |= settings.model_dump()
         self.parameters |= parameters
-        # Another backend than our own starts the ranks itself, from one process.
+        # Another backend than our own starts the ranks itself, from one process: the stage's
+        # parameter `expected_world_size` says how many, and `StagePlan.ranks` reads it.
         if self.parameters.get("backend") not in (None, "native"):
             self.parameters["expected_world_size"] = processes
             self.processes = 1
 
     def with_shared(self, values: Mapping[str, Any]) -> "StageSpec":
-        """Return the stage with additional parameters: those of `values` that it has."""
+        """Return the stage with additional parameters: those of `values` that it has; others are
+        left out."""
         # The stage itself may be drawn for another engine, too.
         spec = copy.copy(self)
         spec.parameters = dict(self.parameters)
@@ -73,7 +80,8 @@ class StageSpec:
 
 
 class Step:
-    """A call of a stage in a loop.
+    """A call of a stage in a loop. It has the name of the stage's template, below which its output
+    lies in the iteration: so `Loop.steps` call a stage once at most.
 
     Args:
         component: the stage.
@@ -114,6 +122,9 @@ class Loop:
     """Steps that are repeated, one after another: the last one trains, those before it make its
     batch.
 
+    A value is a name that wires use: those of `carry` and `constants`, and ``iteration`` and
+    ``endpoint``, which every loop has.
+
     Attributes:
         carry: value → the output that it takes in the next iteration.
         constants: values that stay the same.
@@ -144,7 +155,7 @@ class Loop:
             values.update(step.outputs)
         self._check_wires("loop.carry", self.carry.values(), values)
         self._check_wires("loop.reward", [self.reward], values)
-        # What is after the loop sees none of its steps, only the values that it ends with.
+        # The steps after the loop see no output of its steps, only the values that it ends with.
         values = set(self.inputs)
         for step in self.last_steps:
             self._check_wires(
@@ -215,7 +226,7 @@ class Loop:
 
     @property
     def batch_wires(self) -> list[str]:
-        """The outputs of earlier steps that the last step and the loop need."""
+        """The wires to outputs of earlier steps that the last step takes, and that of `reward`."""
         wires = itertools.chain(self.trainer.wires.values(), [self.reward])
         return [wire for wire in wires if "." in wire]
 
@@ -233,12 +244,12 @@ class Loop:
 
 
 def step_of(wire: str) -> str:
-    """Return the step whose output a wire such as ``reward.rewards`` is."""
+    """Return the step that a wire leads to: ``reward`` of ``reward.rewards``."""
     return wire.partition(".")[0]
 
 
 def output_of(wire: str) -> str:
-    """Return the output that a wire such as ``reward.rewards`` is."""
+    """Return the name of the output that a wire leads to: ``rewards`` of ``reward.rewards``."""
     return wire.partition(".")[2]
 
 
@@ -282,7 +293,8 @@ class Outputs:
 
 
 class Graph(Protocol):
-    """The methods by which a pipeline draws itself for an engine, and its configuration."""
+    """The methods by which a pipeline draws itself for an engine, and its configuration: of
+    `argo/pipeline.py` and of `kfp/pipeline.py`."""
 
     config: Any
 

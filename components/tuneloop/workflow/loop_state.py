@@ -1,8 +1,12 @@
 """Where a loop stands, and whether it goes on: the one definition.
 
-A pod of several iterations, a task of Kubeflow Pipelines and the marks of an unrolled loop ask a
-`LoopState`; Argo's ``when`` is made from the same function
-(`tuneloop.argo.loop.build_loop_condition`).
+A pod of several iterations (`local/iterations.py`), a task of Kubeflow Pipelines (`kfp/stage.py`,
+`kfp/iterations.py`) and `tuneloop status` (`runs/summary.py`) ask a `LoopState`; Argo's ``when`` is
+made from the same function (`tuneloop.argo.loop.build_loop_condition`).
+
+Another limit of a loop is an argument of `goes_on`, a field of `LoopState`, and a parameter of the
+workflow with a name that `argo/loop.py` reads; each of those who make a `LoopState` has to pass it,
+as its default means that there is no such limit.
 """
 
 import math
@@ -21,7 +25,7 @@ def goes_on(
     The arguments are numbers, or terms of an expression that a workflow engine evaluates. A reward
     that is not a number ends the loop.
     """
-    # Not `and`, which terms of an expression do not have.
+    # Not `and`, which terms of an expression do not have: Hera's have comparisons and `&`.
     return (iteration < iterations) & (reward < target_reward)
 
 

@@ -1,5 +1,10 @@
-"""The fields of a Workflow that the local executor supports: any other is refused by name before
-anything runs.
+"""Read Workflows of Argo: what the local executor supports of them (`check_workflow`), and what is
+asked of them here and on a cluster (calls, dependencies, labels, the spec that is run).
+
+The fields that the local executor supports are in ``local_fields.yaml``; any other is refused by
+name before anything runs. So a field that `argo/` begins to render needs a word there, with a dash
+where it means nothing on one machine, or else `local/` has to do what it says. Tests:
+`tests/unit/workflow/test_spec.py`.
 """
 
 import functools
@@ -28,7 +33,8 @@ FIELD_PATHS = (
     "status.podIP",
     "status.hostIP",
 )
-"""What ``env.valueFrom.fieldRef`` may name."""
+"""What ``env.valueFrom.fieldRef`` may name. `local/pod.py` has the value of each, under the same
+names."""
 
 
 def check_workflow(spec: JsonMapping) -> None:
@@ -102,7 +108,7 @@ def _check_graph(
 
 def list_calls(template: JsonMapping) -> list[JsonMapping]:
     """List the tasks of a DAG, or the steps of every group, in the order they are written; none
-    of a leaf.
+    of a leaf. The local executor runs no steps: `KINDS` has what it runs.
     """
     tasks = template.get("dag", {}).get("tasks")
     if tasks:
@@ -293,6 +299,8 @@ RESULTS = (
     "AnySucceeded",
     "AllFailed",
 )
+"""What ``depends`` may ask of a task. `local/graph.py: build_dependency_scope` gives each its
+value."""
 _DEPENDENCY = re.compile(
     r"([a-zA-Z0-9][-a-zA-Z0-9]*?)\.([A-Z][a-zA-Z]+)|([a-zA-Z0-9][-a-zA-Z0-9]*)"
 )

@@ -2,9 +2,14 @@
 
 The plan is made where a pipeline's settings and its stages meet (`tuneloop.argo.run_plan`). The
 Workflow is rendered from it and carries it as an annotation, from which `read_plan` reads it again.
-Whoever wants to know what a stage is started with asks the plan, not the words of a rendered
+Code that needs to know what a stage is started with asks the plan, not the words of a rendered
 command. The graph itself, and the parameters that a user may still change when a workflow is
 submitted (``iterations``, ``target-reward``), are the Workflow's.
+
+Two make plans: `argo/run_plan.py`, and `kfp/task_plan.py` from its parts. `argo/memory_estimate.py`
+fills in the memory of pods. A new field has a default, and is left out of the annotation where it
+has it: plans of earlier versions lack it, and the golden files stay. Tuneloop of an earlier version
+refuses a plan with a field that it does not know.
 """
 
 import json
@@ -25,7 +30,9 @@ from tuneloop.workflow.settings import ResourceRole
 PLAN = "tuneloop.dev/plan"
 """Annotation of a Workflow: its `RunPlan`, as JSON."""
 VLLM = "vllm"
-"""The engine of a server whose command names none. The memory of its servers is known."""
+"""The engine of a server whose command names none. The memory of its servers is known; of servers
+of any other engine `argo/memory_estimate.py` knows the weights alone, and `planning/limits.py`
+refuses nothing."""
 NATIVE = "native"
 """The trainer backend that is tuneloop's own; torchrun starts its ranks."""
 
@@ -33,8 +40,11 @@ NATIVE = "native"
 class PodResources(BaseModel, frozen=True, extra="forbid"):
     """What a pod requests, as Kubernetes writes quantities.
 
+    `argo/pod_fields.py` makes it of a role's settings (`plan_resources`), and renders it
+    (`pod_fields`); `argo/jobset.py` and `kfp/task_pod.py` render it, too.
+
     Attributes:
-        memory_limit: None: there is no limit.
+        memory_limit: None: there is no limit, or `argo/memory_estimate.py` has not set it yet.
         accelerators: GPUs of the pod; those of a claim that runs share are not counted.
         shared_memory: size of an in-memory ``/dev/shm``; ``auto``: all of the pod's memory; empty:
             the runtime's own.
@@ -226,7 +236,9 @@ class LoopPlan(BaseModel, frozen=True, extra="forbid"):
 class RunPlan(BaseModel, frozen=True, extra="forbid"):
     """What a workflow runs: `stages` and `servers` by template, and the loop.
 
-    A plan of another `form` is not read.
+    A plan of another `form` is not read: `find_plan` refuses its workflow. Code that displays or
+    checks a run calls `find_plan`, as a workflow that was drawn by hand has no plan; code that
+    computes from the plan calls `read_plan`.
     """
 
     form: Literal[1] = 1

@@ -5,8 +5,11 @@ An extension declares a `PodHook` (`tuneloop.core.hooks.Extension.pod`). Who ask
 adapter of Argo (`argo/pod_fields.py`, `argo/jobset.py`, `argo/template.py`), `cluster/serving.py`,
 lint, plan and preflight, and the local executor. Pods of Kubeflow Pipelines and of Trainer are made
 by others, who ask no hook: a change that has to be in them refuses that use (`find_obstacle`). Objects
-of Hera are `Any` here, as this package is below its
-adapter.
+of Hera are `Any` here, as this package is below its adapter.
+
+A method that is added does nothing in `PodHook`, and is called for each of `list_pod_hooks` where
+its answer is used: that place is the only thing that makes it work. `extensions/sharing/pod.py` has
+the hook that ships; `tests/unit/core/test_hooks.py` has another.
 """
 
 import functools
@@ -26,7 +29,9 @@ from tuneloop.workflow.strategic_merge import merge_patches
 PodUse = Literal["automatic iterations", "iterations", "several servers", "job", "trainjob", "kfp"]
 """How pods are used that not every change goes with: a pod runs whole iterations, by default or as
 the user says; a run has several servers; a job has several pods; Trainer or Kubeflow Pipelines make
-the pods.
+the pods. A use that is added is asked about where pods are made so (`check_use`), and needs a
+branch or a remedy in `extensions/sharing/pod.py`, whose hook fails with a KeyError for a use that
+it does not know.
 """
 
 
@@ -99,7 +104,8 @@ class PodHook:
         return None
 
     def choose_memory_request(self, cluster: Cluster, role: ResourceRole) -> str:
-        """Return the memory that a pod requests in place of what it may use; empty: no other."""
+        """Return the memory that a pod requests, where this is less than its limit; empty: the
+        change brings no request of its own."""
         return ""
 
     def change_pod(self, cluster: Cluster, role: ResourceRole, image: str) -> PodChange | None:
@@ -203,7 +209,7 @@ def check_use(cluster: Cluster, use: PodUse) -> None:
 
 
 def choose_memory_request(cluster: Cluster, role: ResourceRole) -> str:
-    """Return the memory that a pod requests in place of what it may use; empty: no other."""
+    """Return the memory that an extension lets a pod request; empty: no extension does."""
     for hook in list_pod_hooks():
         request = hook.choose_memory_request(cluster, role)
         # A pod has one request: the first extension that names one decides.

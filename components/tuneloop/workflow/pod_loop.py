@@ -1,6 +1,9 @@
 """Iterations of a loop as one pod runs them, stage after stage.
 
-They are what `tuneloop.local.iterations` is given.
+They are what `tuneloop.local.iterations` is given: `workflow/plan.py: LoopPlan.build_pod_loop`
+makes them, `argo/loop.py` passes them as JSON in the pod's arguments, and `kfp/iterations.py` runs
+them, too. Models are closed (``extra="forbid"``): a field that is added needs the same version of
+tuneloop in the image.
 """
 
 import math
@@ -9,12 +12,14 @@ from typing import Literal
 from pydantic import BaseModel
 
 PROGRAM = "tuneloop.local.iterations"
+"""The module that a pod of several iterations runs; `argo/loop.py` renders its command."""
 PerPod = int | Literal["auto"]
 """Iterations that a pod runs; 0: each stage has a pod of its own; auto: the pod decides
 (`count_iterations`).
 """
 BEARABLE = 0.1
-"""The fraction of a loop's time that may be spent between pods and while they start."""
+"""The fraction of a loop's time that may be spent between pods and while they start. Only pods
+whose length is ``auto`` ask for it (`local/iterations.py: PodLength`)."""
 
 
 def count_iterations(lost_s: float, iteration_s: float) -> int:

@@ -1,7 +1,9 @@
 """Check a patch of a pod against the fields that Kubernetes has, without a cluster.
 
-The fields and their types are in ``pod_schema.json``, generated from a library of Kubernetes' API
-(`tests/pod_schema.py`). A release of Kubernetes adds fields; what this one lacks is refused.
+The fields and their types are in ``pod_schema.json``, generated from a library of Kubernetes' API:
+``python -m tests.pod_schema`` writes it anew; it is not changed by hand. A release of Kubernetes
+adds fields; what this one lacks is refused. `workflow/strategic_merge.py` merges by the same fields
+and by `MERGE_KEYS`.
 """
 
 import functools
@@ -16,6 +18,7 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 
 FILE = Path(__file__).with_suffix(".json")
 ROOT = "PodTemplateSpec"
+# The form of a quantity, for messages about a patch; `workflow/quantities.py` computes with them.
 QUANTITY = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?")
 SCALARS: dict[str, tuple[tuple[type, ...], str]] = {
     "string": ((str,), "a text (quote numbers and true or false)"),
@@ -146,7 +149,11 @@ def _check_list(value: Any, path: str, kind: str, field: str) -> Iterator[tuple[
 
 
 def list_deletions(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each null and directive in a patch."""
+    """Yield the path and the value of each null and directive in a patch.
+
+    Trainer and Kubeflow Pipelines can only add to a pod, and so refuse them
+    (`argo/trainjob_pods.py`, `kfp/task_pod.py`).
+    """
     if value is None:
         yield path, value
     elif isinstance(value, dict):

@@ -4,8 +4,9 @@ Its `metadata` and `spec` are a strategic-merge patch of Kubernetes' PodTemplate
 settings are shortcuts for the commonest parts of such a patch.
 
 A further shortcut is a field of `PodSettings`, with a line in its `merge` and `build_spec_patch`; where
-it cannot be said, it is refused: `extensions/trainers/trainjob_pods.py` and `kfp/task_pod.py` (`MISSING`).
-docs/pods.md lists them.
+it cannot be said, it is refused: `extensions/trainers/trainjob_pods.py` and `kfp/task_pod.py`
+(`MISSING`). Without the line in `merge`, a role with a `pod` of its own loses it; without those
+refusals, it is ignored there. docs/pods.md lists them. Tests: `tests/unit/argo/test_pods.py`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.pod_schema import DIRECTIVE, RETAINED, find_patch_errors
 from tuneloop.workflow.strategic_merge import merge_patches
 
+# A further level is a branch of `pod_security`, `container_security`, `secret_mode` and
+# `_build_container`, and of `kfp/task_pod.py`; `argo/trainjob_pods.py` refuses all but the first.
 Security = Literal["restricted", "openshift", "none"]
 MAIN = "main"
 """What a patch calls the container of a stage or a server."""
 ARGO_CONTAINERS = ("wait",)
 ARGO_INIT_CONTAINERS = ("init",)
-"""Argo's own containers of a pod. Where they are missing, what a patch says of them is left out."""
+"""Argo's own containers of a pod. Where they are missing, what a patch says of them is left out
+(`fit_patch`)."""
 GPU = "nvidia.com/gpu"
 USER = 1000
 """The user and group that the images are made for."""
@@ -47,6 +51,7 @@ RESTRICTED_CONTAINER: JsonObject = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
+"""Security context of a container. Programs write below /tmp and /dev/shm alone (`OWN_PATHS`)."""
 ANY_USER = {"USER": "tuneloop", "LOGNAME": "tuneloop"}
 """Variables of a user without a name: torch and vLLM ask for it to name their caches."""
 OWN_LABELS = {
@@ -57,6 +62,7 @@ OWN_LABELS = {
 }
 """Beginning of a label → why it cannot be set."""
 OWN_VARIABLES = ("TUNELOOP_", "PET_")
+"""Beginnings of variables that users cannot set: tuneloop's, and torchrun's."""
 OWN_FIELDS = {
     "restartPolicy": "is set by what is rendered: leave it out",
     "serviceAccountName": "is set by service_account, which leaves pods with rights theirs",
@@ -72,11 +78,15 @@ OWN_CONTAINER_FIELDS = {
 """Field of the container ``main`` → why a patch cannot set it."""
 DELETES = "would delete containers or fields that a pod needs: leave it out, or name what to change"
 OWN_PATHS = ("/tmp", "/dev/shm")
+"""Where pods have volumes of tuneloop (`argo/pod_fields.py`)."""
+# A further source also needs its text, a branch of `build_volume_source`, and in `kfp/task_pod.py`
+# one of `_mount_volume`.
 SOURCES = ("pvc", "secret", "configmap", "emptydir", "image")
 SOURCE_TEXT = "pvc/NAME, secret/NAME, configmap/NAME, emptydir/SIZE or image/REFERENCE"
 ENV_SOURCES = {"secret": "secretRef", "configmap": "configMapRef"}
 STORE = "tuneloop-store"
-"""ConfigMap and Secret with the store's ``AWS_*`` settings. A pod may lack either."""
+"""ConfigMap and Secret with the store's ``AWS_*`` settings, which pods get as variables: by
+`argo/pod_fields.py`, `kfp/task_pod.py`, and `_build_env_sources` here. A pod may lack either."""
 
 
 class Network(BaseModel, frozen=True, extra="forbid", coerce_numbers_to_str=True):

@@ -1,4 +1,8 @@
-"""Quantities of Kubernetes, as in ``500m`` or ``2Gi``."""
+"""Quantities of Kubernetes, as in ``500m`` or ``2Gi``.
+
+All that compares or adds them uses `parse_resource_quantity`: settings, estimates, quotas and
+claims. Which forms a setting may have is decided in `workflow/settings.py` (`CPU`, `MEMORY`).
+"""
 
 import re
 from decimal import Decimal

@@ -1,4 +1,12 @@
-"""Settings of the cluster that a pipeline is rendered for; on one machine they have no meaning."""
+"""Settings of the cluster that a pipeline is rendered for. On one machine few of them have a
+meaning, such as `sandbox` and the sections of extensions.
+
+A setting of pods has to be rendered by each of those who make pods, or it is ignored by some
+without a word: `argo/pod_fields.py` (Argo), `argo/jobset.py` (pods of several nodes),
+`argo/trainjob_pods.py` (Trainer), `kfp/task_pod.py` (Kubeflow Pipelines) and `cluster/serving.py`
+(a served model). docs/cluster.md and docs/pods.md describe the settings; presets are in
+manifests/presets.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +21,11 @@ from tuneloop.workflow.pod_settings import PodSettings
 from tuneloop.workflow.quantities import parse_resource_quantity
 
 RUN_LABEL = "tuneloop.dev/run"
+"""Label of the workflows and pods of a run, by which they are found again. Objects of runs that
+were submitted keep their labels: a new name would hide them."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+"""Kueue's own labels, of pods and jobs."""
 DELETE_DELAY = "600s"
 """Delay after which Argo deletes a pod that succeeded."""
 QUEUE = "tuneloop"
@@ -34,27 +45,38 @@ which `submit` makes.
 TOKEN_KEY = "token"
 """The key of the token in that secret."""
 PROCESS = "process"
+"""The place of programs in a process of the pod itself, jailed (`rewards/sandbox`)."""
+# The form of `Cluster.sandbox`; `rewards/sandbox` takes the URL and the word after `#` apart.
 SANDBOX_PLACE = rf"{PROCESS}|https?://[^\s#]*[^\s#/](#({PROCESS}|gvisor))?"
 SANDBOX_VARIABLE = "TUNELOOP_SANDBOX"
-"""Variable of a pod: where a policy's programs run."""
+"""Variable of a pod: where a policy's programs run. `rewards/sandbox` reads it, from whatever has
+set it: a command such as `tuneloop probe` takes that of its shell."""
 SANDBOX_TOKEN = "TUNELOOP_SANDBOX_TOKEN_FILE"
 """Variable of a pod: the file with the token of that service."""
 SANDBOX = "tuneloop-sandbox", "/run/tuneloop/sandbox-token"
-"""Secret with that token, under `TOKEN_KEY`, and where it is mounted."""
+"""Secret with that token, under `TOKEN_KEY`, and where it is mounted. The local executor mounts a
+file of this machine in its place (`local/pod.py`), and refuses all other Secrets
+(`workflow/manifest.py`)."""
 AUTO = "auto"
+"""Of memory: as estimated (`argo/memory_estimate.py`); of /dev/shm: as much as the pod's memory."""
 LIMIT_CPU = "1"
 """The CPU limit of a container that requests less, where every container has limits."""
 CPU = r"\d+(\.\d+)?m?"
 UNKNOWN = "2Gi"
-"""The memory request of a stage whose needs are unknown."""
+"""The memory request of a stage whose needs are unknown (`argo/memory_estimate.py`)."""
 MEMORY = r"\d+(\.\d+)?[KMGTPE]i"
+"""Matches what a setting of memory may be, as `CPU` of CPU: fewer forms than Kubernetes has, which
+`workflow/quantities.py` parses."""
 
 
 ResourceRole = Literal["trainer", "sampler", "scorer", "cpu"]
 """What a pod computes: training; sampling; scores and log-probabilities of a model; nothing on an
-accelerator.
+accelerator. `argo/pod_fields.py: find_role` gives a stage its role. Each role is a field of
+`Cluster`, read by its name.
 """
 ROLES: tuple[ResourceRole, ...] = get_args(ResourceRole)
+"""All roles. The order decides: a pod of several roles has the first of them (`merge_roles`).
+`config/machine.py: ROLES` lists those that compute."""
 GRACE_S = 30
 """Kubernetes' own grace period, seconds."""
 SharedMemory = Annotated[
@@ -312,6 +334,9 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     ) -> tuple[ResourceRole, Cluster]:
         """Merge the roles of a pod that runs several stages in turn.
 
+        Only the GPUs are merged: nodes, shared memory and grace are those of the pod's role, and
+        memory is estimated for all stages (`argo/memory_estimate.py`).
+
         Args:
             roles: those of the stages.
             served: whether a rollout server runs beside them, in the same pod.
@@ -357,7 +382,9 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
 
 NEXT = "next"
 """The output that says where a run continues: ``{"entrypoint": …, "arguments": {…}}``; the last
-workflow has none.
+workflow has none. `cluster/continue_run.py` writes it, `local/executor.py` reads it, and
+`argo/loop.py` declares it.
 """
 LOCAL = "TUNELOOP_LOCAL"
-"""Set in the environment of pods on this machine."""
+"""Variable that is set in pods on this machine (`local/executor.py: execute_parts`):
+`cluster/continue_run.py` and `cluster/reservations.py` then ask no cluster."""

@@ -6,7 +6,9 @@ mapping, ``$patch: replace`` replaces instead of merging, and ``$retainKeys`` na
 mapping that stay.
 
 The rules are those of k8s.io/apimachinery's ``strategicpatch``, its order of items included. Merge
-keys and types are those of `tuneloop.workflow.pod_schema`.
+keys and types are those of `tuneloop.workflow.pod_schema`. `apply_patch` changes an object,
+`merge_patches` makes one patch of two: a rule that is changed in one is changed in the other, which
+`tests/unit/workflow/test_strategic_merge.py` compares.
 """
 
 import copy
@@ -181,7 +183,8 @@ def _merge_retained(first: JsonMapping, second: JsonMapping, merged: JsonMapping
 
 
 def _replace_value(value: Any, merge_key: str | None) -> Any:
-    """Return a value of a patch that replaces one of the original, which it would be merged into."""
+    """Return a value for a patch such that it replaces the original's value, instead of being
+    merged into it."""
     if isinstance(value, dict):
         return {DIRECTIVE: "replace"} | _drop_directives(value)
     if isinstance(value, list) and merge_key:
