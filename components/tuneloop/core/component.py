@@ -76,7 +76,7 @@ whatever they name (`argo/run_plan.py: plan_pod`): that image has the libraries 
 stage with an accelerator that neither trains nor scores is a sampler's pod in the image
 ``rollout``, and a scorer's in any other (`argo/pod_fields.py: find_role`)."""
 TORCHRUN = ("python", "-m", "tuneloop.training.torchrun")
-"""How a command begins that starts ranks; `argo/kubeflow_sdk.py` recognizes such commands by it."""
+"""How a command begins that starts ranks; `extensions/trainers/kubeflow_sdk.py` recognizes such commands by it."""
 
 UNTRACKED: JsonDict = {"tuneloop": "untracked"}
 """``Field(json_schema_extra=UNTRACKED)``: the parameter, such as an address, is not part of an output's

@@ -11,7 +11,7 @@ A step of training may move the log-probabilities by far less than the noise. `t
 measures both, and says whether the answers can show which of two versions an engine serves.
 
 `base_model` and `training/checkpoint.py` write it; `inference/proof.py` compares an engine with it
-before each batch, and `stages/evaluate_lm_eval.py` and `inference/conformance.py` a server.
+before each batch, and `extensions/evaluation/evaluate_lm_eval.py` and `extensions/fleets/conformance.py` a server.
 Checkpoints of earlier runs have it, so a new field needs a default. docs/weights.md describes the
 proof.
 """

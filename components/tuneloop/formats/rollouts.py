@@ -63,7 +63,7 @@ JUDGEMENTS = pa.schema({"outcome": pa.string(), "score": pa.float32(), "breakdow
 without one, and as JSON what each reward gave. `stages/reward.py` and `stages/model_reward.py`
 write their values in this order."""
 TEXTS = ("id", "prompt", "completion", "answer")
-"""The first columns of `SAMPLES`, in the order in which `stages/evaluate_lm_eval.py` fills them."""
+"""The first columns of `SAMPLES`, in the order in which `extensions/evaluation/evaluate_lm_eval.py` fills them."""
 SAMPLES = pa.schema(
     {
         "id": pa.string(),
@@ -75,7 +75,7 @@ SAMPLES = pa.schema(
     }
 )
 """Columns of the completions that an evaluation scored; the page and `deploy_model` read them.
-`stages/evaluate.py`, `stages/evaluate_lm_eval.py` and `inference/held_out.py` write them: a value
+`stages/evaluate.py`, `extensions/evaluation/evaluate_lm_eval.py` and `inference/held_out.py` write them: a value
 without a column here is dropped without a word."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -86,7 +86,7 @@ FinishReason = Literal["stop", "length", "abort"]
 """Why sampling ended: at a stop token; at the limit of tokens, which `Sample.truncated` and
 `Rounds` ask for; or by the engine, after which `endpoint` samples again. Another word is an error,
 such as vLLM's own `error` and `repetition`. The protocol of servers has the same words
-(`inference/conformance.py`)."""
+(`extensions/fleets/conformance.py`)."""
 
 
 @dataclass(frozen=True)

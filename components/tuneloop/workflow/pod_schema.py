@@ -152,7 +152,7 @@ def list_deletions(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each null and directive in a patch.
 
     Trainer and Kubeflow Pipelines can only add to a pod, and so refuse them
-    (`argo/trainjob_pods.py`, `kfp/task_pod.py`).
+    (`extensions/trainers/trainjob_pods.py`, `kfp/task_pod.py`).
     """
     if value is None:
         yield path, value

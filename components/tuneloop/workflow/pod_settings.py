@@ -22,7 +22,7 @@ from tuneloop.workflow.pod_schema import DIRECTIVE, RETAINED, find_patch_errors
 from tuneloop.workflow.strategic_merge import merge_patches
 
 # A further level is a branch of `pod_security`, `container_security`, `secret_mode` and
-# `_build_container`, and of `kfp/task_pod.py`; `argo/trainjob_pods.py` refuses all but the first.
+# `_build_container`, and of `kfp/task_pod.py`; `extensions/trainers/trainjob_pods.py` refuses all but the first.
 Security = Literal["restricted", "openshift", "none"]
 MAIN = "main"
 """What a patch calls the container of a stage or a server."""

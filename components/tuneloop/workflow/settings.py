@@ -3,7 +3,7 @@ meaning, such as `sandbox` and the sections of extensions.
 
 A setting of pods has to be rendered by each of those who make pods, or it is ignored by some
 without a word: `argo/pod_fields.py` (Argo), `argo/jobset.py` (pods of several nodes),
-`argo/trainjob_pods.py` (Trainer), `kfp/task_pod.py` (Kubeflow Pipelines) and `cluster/serving.py`
+`extensions/trainers/trainjob_pods.py` (Trainer), `kfp/task_pod.py` (Kubeflow Pipelines) and `cluster/serving.py`
 (a served model). docs/cluster.md and docs/pods.md describe the settings; presets are in
 manifests/presets.
 """
