@@ -5,8 +5,8 @@ flags and do not compare the name of an engine: another engine may have the same
 servers of an engine can do beside is said by the class of its settings (`tuneloop.config.engines`),
 which has a key for it or none.
 
-Readers: the settings (`config/engines.py`, `config/followed.py`), the graphs, by the servers that
-these give them, and `argo/pod_fields.py` for the pod's device.
+Readers: the settings (`config/engines.py`, `config/followed.py`, `config/choices.py`), the graphs
+(`argo/loop.py`, `argo/template.py`), and `argo/pod_fields.py` for the pod's device.
 """
 
 from dataclasses import dataclass

@@ -26,13 +26,18 @@ from tuneloop.inference.engines.endpoint import ROUNDING, check_url
 from tuneloop.inference.proof import read_canary
 
 FAR = 1_000_000
-"""Added to the served version, this gives one that no run has reached."""
+"""Added to the served version, this gives one that no run has reached; its thousandfold is an id that
+no vocabulary has.
+"""
 FIRST_ID = 3
 """Prompts have no lower ids: tokenizers put their special tokens there."""
 SAMPLING: JsonMapping = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": []}
-"""What a request asks for unless a check says otherwise."""
+"""What a request asks for unless a check says otherwise: the fields of `Sampling` of
+`inference/engines/__init__.py`. To `make_request` a keyword argument of another name is a field of
+the request itself.
+"""
 FIELDS = {"ids": list, "logprobs": list, "finish_reason": str, "start_version": int}
-"""Field of a completion → its type."""
+"""Field that every completion has → its type."""
 
 
 class Failed(AssertionError):
@@ -448,6 +453,9 @@ def check_weights(probe: Probe) -> None:
         )
 
 
+# Its name without ``check_`` and its docstring are a row of the table that `tuneloop endpoint check`
+# prints. ``docs/weights.md`` says how many there are, and `tests/unit/inference/test_conformance.py`
+# plants for each a fault in `tests/unit/inference/peer.py`.
 CHECKS: tuple[Callable[[Probe], None], ...] = (
     check_form,
     check_lengths,

@@ -17,7 +17,9 @@ SLICES = ("discovery.k8s.io", "v1", "endpointslices")
 
 
 class Service:
-    """See the module.
+    """A fleet that is listed by the Kubernetes API.
+
+    `cluster/autoscaler.py` uses it, too.
 
     Attributes:
         port: of the pods; None: their only one.
