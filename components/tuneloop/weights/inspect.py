@@ -1,7 +1,8 @@
 """List, verify and compare published versions, and delete those that nothing needs.
 
-`tuneloop weights` and the page call it. Nothing is deleted that a replica serves
-(`weights/live.py`) or that a kept version builds on.
+`tuneloop weights` (`cli/weights.py`), the page and the report (`ui/describe.py`, `ui/report.py`) call
+it. Nothing is deleted that a replica serves (`weights/live.py`) or that a kept version builds on. The
+tests are `tests/unit/weights/test_protocol.py`.
 """
 
 import re
@@ -26,7 +27,7 @@ _VERSION_DIRECTORY = re.compile(r"weight_v(\d+)")
 
 @dataclass(frozen=True)
 class Listed:
-    """One version in a list.
+    """One version in a list; the page reads the fields by name (``ui/static/weights.js``).
 
     Attributes:
         version, base_version: as in the index.

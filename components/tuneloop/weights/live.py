@@ -35,12 +35,18 @@ PULL: JsonObject = {
     "apply_s": float,
     "pause_s": float,
 }
-"""Field → type of the record of a pull; it may have more fields."""
+"""Field → type of what readers require of the record of a pull; it may have more fields.
+
+`inference/follower.py: _describe_pull` makes the record, and `runs/delivery.py` checks the note
+``pulled`` of stages by it, too. A field that is added here refuses the records of all earlier runs.
+"""
 
 RENEW_S = 60.0
 """Seconds after which a replica announces again what it serves (`inference/follower.py`)."""
 EXPIRY_S = 600.0
-"""The time of ten missed announcements: a store's clock and ours may differ by minutes."""
+"""Seconds after which a replica counts as dead, ten missed announcements: a store's clock and ours may
+differ by minutes. ``docs/weights.md`` says ten minutes.
+"""
 
 
 def _get_announcement_key(replica: str) -> str:

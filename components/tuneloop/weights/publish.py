@@ -1,7 +1,8 @@
 """Publish a model directory as the next version: files, then the index, then the pointer.
 
-`weights/publication.py` calls `publish_version` after each commit, a fork with the policy that it
-begins with (`runs/forking.py`), and other trainers as a library (docs/weights.md).
+`weights/publication.py` calls `publish_version` after each commit, `runs/forking.py` for the policy
+that a fork begins with, and other trainers as a library (``docs/weights.md``). The tests are
+`tests/unit/weights/test_protocol.py`.
 """
 
 import tempfile
@@ -43,6 +44,9 @@ version, every 28th version is an anchor, and the publisher sends 1/22 of the fu
 class Published:
     """A version as it is now published.
 
+    `weights/publication.py` records all of it as JSON, and requires the fields of its `RECORD`, also of
+    the records of earlier releases.
+
     Attributes:
         version: its number.
         ref: its reference, as in the pointer.
@@ -53,7 +57,7 @@ class Published:
         delta_bytes: bytes of the delta; None if there is none.
         density: share of elements that changed; None without a base.
         timings: seconds: ``base`` (derive it from the chain), ``encode``, and ``publish`` (upload,
-            commit, pointer).
+            commit, pointer). `runs/delivery.py: _describe_publication` reads these names.
     """
 
     version: int
@@ -97,8 +101,8 @@ def publish_version(
         base_version: the version that `base` holds; if another version is the base, `base` is not
             used.
         source: the digest of the checkpoint that the version is made from, which replicas report.
-        held_by_readers: store only the weights' digest, as readers start on this model. Later
-            versions need `base`, until a full one is published.
+        held_by_readers: store only the weights' digest, as readers start on this model (the setting
+            `fleet_has_base`). Later versions need `base`, until a full one is published.
         encoding: of this delta and later ones; chain: as the versions before, at first gap8-xor;
             None publishes in full.
         restore_bound: how soon the next anchor comes, as in `RESTORE_BOUND`; 0 makes every version
@@ -159,7 +163,10 @@ def _choose_encoding(chain: Chain, previous: int | None) -> codec.Encoding:
 
 
 class _Attempt:
-    """One attempt to publish: the files to upload, and the indexes that describe them."""
+    """One attempt to publish: the files to upload, and the indexes that describe them.
+
+    `describe_full` runs in any case: `adopt_existing` compares with it what another attempt published.
+    """
 
     def __init__(
         self,
@@ -438,7 +445,10 @@ def _sum_stored_bytes(files: dict[str, File]) -> int:
 
 
 def _update_extra(index: Index, **fields: object) -> Index:
-    """Return a copy of `index` with other values for `fields` of its part ``tuneloop``."""
+    """Return a copy of `index` with other values for `fields` of its part ``tuneloop``.
+
+    The values are not checked, and a name is that of the field, not its alias (`readers_digest`).
+    """
     extra = index.tuneloop.model_copy(update=fields)
     return index.model_copy(update={"tuneloop": extra})
 

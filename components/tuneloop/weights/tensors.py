@@ -1,7 +1,8 @@
 """Read chosen tensors of a published version, without the others.
 
 `weights/inspect.py` compares versions by it, and readers that need a part of a model use it as a
-library.
+library. It restores a tensor as `weights/delta.py: patch_checkpoint` does, in memory: what changes
+there about the order of deltas or their proof changes here, too.
 """
 
 from collections.abc import Iterable, Iterator
