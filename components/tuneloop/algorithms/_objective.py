@@ -91,9 +91,9 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     changed method from here, unless they override it.
 
     Attributes:
-        needs_every_completion: a subclass whose auxiliary losses are also of completions without an
-            advantage sets it. Otherwise these, as in a group of equal rewards, do not go through
-            the model at all.
+        needs_every_completion: a subclass sets it if its auxiliary losses are of completions without
+            an advantage, too. By default these, such as those of a group of equal rewards, do not go
+            through the model (`training/mini_batches.py`: `_mark_use`).
     """
 
     needs_every_completion: ClassVar[bool] = False

@@ -17,6 +17,7 @@ TOOL = ("calculator", "expression")
 """The tool's name, and its argument that holds what the policy writes."""
 LONGEST = 200
 """The maximum characters of an expression, which bounds its depth and the size of its numbers."""
+# Without a power, whose value could have more digits than there is memory for.
 BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -72,8 +72,8 @@ class Ticket:
 class EngineLoop(threading.Thread):
     """Serves an engine to many callers.
 
-    Any thread may use `call`, `cancel`, `stop` and `trouble`; `call` runs the other methods on this
-    thread.
+    Any thread may use `call`, `cancel`, `stop` and `trouble`. All other methods run on the loop's own
+    thread, by `call`.
 
     Attributes:
         failed: called once the engine has failed and the process can serve no more.

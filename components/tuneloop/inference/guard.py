@@ -1,6 +1,4 @@
-"""Checks of every request before the application sees it.
-
-They are of its token, of the size of its body, and of the time until its headers have arrived.
+"""Check every request before the application sees it: its token, size, and the time of its headers.
 
 The rollout server and the sandbox server put `TokenGuard` before their applications. The gateway
 has a guard of its own (`extensions/gateway/access.py`), as it knows callers by name. `TimedProtocol`

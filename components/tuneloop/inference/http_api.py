@@ -63,6 +63,7 @@ WAIT_S = 600.0
 Status = dict[str, str]
 """The answer of a route that only says what it did."""
 Version = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+"""A version of weights: 32 bits, as in the column ``policy_versions`` (`formats/rollouts.py: SCHEMA`)."""
 
 
 class GenerateBody(BaseModel):

@@ -247,12 +247,12 @@ def compare_with_canary(
 def check_nearest_version(name: str, version: int, proof: Proof) -> None:
     """Check that the log-probabilities are nearer to this version's than to the last version's.
 
-    It decides nothing where tensors were compared: rounding is not the Gaussian noise that the
-    ratio assumes, and could accuse right weights. The same holds where the noise is too large to
-    tell the versions apart.
+    Callers ask only where not all tensors were found equal: rounding is not the Gaussian noise that
+    the ratio assumes, and could accuse right weights. Nothing is decided where the noise is too large
+    to tell the versions apart.
 
     Raises:
-        WrongWeights: they are not.
+        WrongWeights: they are nearer to those of the last version.
     """
     ratio = proof.distances.get("log_likelihood_ratio", 0.0)
     if proof.tells_versions_apart and ratio < 0:

@@ -42,7 +42,9 @@ from tuneloop.sharing.leases import LeaseGroup
 LEASES = ("coordination.k8s.io", "v1", "leases")
 PREFIX = "tuneloop-lease-"
 ANNOTATION = "tuneloop.dev/lease"
+"""The annotation of a Lease that has the `LeaseQueue` as JSON."""
 LABEL = "tuneloop.dev/lease-group"
+"""The label of a Lease with the name of its group; `read_groups` lists Leases by it."""
 OWNER_VARIABLES = ("TUNELOOP_OWNER_NAME", "TUNELOOP_OWNER_UID")
 """Environment of a run's sidecar: name and UID of the Workflow that the Lease shall not outlive.
 `extensions/sharing/lease_sidecar.py` sets both.
@@ -61,7 +63,12 @@ the default patience of 30 s a beat is valid for 20 s (`sharing/leases.py: SAFE`
 
 
 class KubernetesLease:
-    """The queue of a group as a Lease; it is a `QueueStorage`."""
+    """The queue of a group as a Lease; it is a `QueueStorage`.
+
+    The account of sidecars may get, create, update and delete Leases, and nothing else
+    (``manifests/namespaced/accounts.yaml``): a call of another kind, such as list or patch, needs the
+    right there.
+    """
 
     def __init__(self, cluster: Connection, group: str) -> None:
         self.cluster = cluster

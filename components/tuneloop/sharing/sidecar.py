@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run as a program; never returns.
 
     Exit code 0 after SIGTERM, else that of the error (`core/errors.py: report_error`); Kubernetes starts
-    a sidecar again after any.
+    a sidecar again after any, unless the pod ends.
     """
     flags = parse_arguments(sys.argv[1:] if argv is None else argv)
     stop = threading.Event()

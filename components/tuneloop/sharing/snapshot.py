@@ -66,7 +66,7 @@ def suspend_process(pid: int) -> list[int]:
         SnapshotFailed: none of them had any, or one was not suspended.
     """
     states = {process: _run_program(process, "--get-state") for process in _list_tree(pid)}
-    # Of a process without CUDA the program says an error.
+    # For a process without CUDA the program prints an error in place of a state.
     running = [process for process, state in states.items() if state == "running"]
     if not running:
         raise SnapshotFailed(f"{PROGRAM}: process {pid} has nothing to suspend: {states[pid]}")
@@ -89,7 +89,7 @@ def _list_tree(pid: int) -> list[int]:
             fields = file.read_text().rpartition(")")[2].split()
             parents[int(file.parent.name)] = int(fields[1])
     tree = [pid]
-    # It grows while it is walked.
+    # The list grows while the loop walks it.
     for process in tree:
         tree += [child for child, parent in parents.items() if parent == process]
     return tree

@@ -23,6 +23,7 @@ from tuneloop.weights.tensors import read_tensors
 from tuneloop.weights.versions import INDEX, Chain, get_version_directory
 
 _VERSION_DIRECTORY = re.compile(r"weight_v(\d+)")
+"""Matches what `weights/versions.py: get_version_directory` returns, and leftovers of such a name."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ normally. A file older than `EXPIRY_S` belongs to a dead replica and does not co
 a replica without write access has to be pinned by hand. The second file is written once and kept,
 for people and reports.
 
-`inference/follower.py` writes both, `weights/inspect.py` reads the first before it deletes, and
-`runs/delivery.py` the second.
+`inference/follower.py` writes both. `weights/inspect.py` reads the first before it deletes, and
+`ui/describe.py` to show it; `runs/delivery.py` reads the second. Both are checked JSON
+(`core/artifacts.py: dump_checked_json`).
 """
 
 import time

@@ -39,6 +39,7 @@ RECORD: JsonObject = {
 """Field → type, of the fields that readers require of such a record: ``at`` is its time, the others
 are those of `Published`. A field that is added here refuses the records of all earlier runs."""
 
+# The parameter ``weights`` of the stages that write checkpoints.
 Weights = Annotated[
     str | None,
     Field(

@@ -27,8 +27,9 @@ from tuneloop.weights.versions import INDEX, Chain, Entry, Extra, File, Index, M
 APPLY_COST = 0.1
 """The cost of applying a delta beyond reading its bytes, relative to restoring the full version.
 
-Applying takes about 0.15 s a GB and core, and reading 1.5 s a GB from an object store. (Against
-0.5 s from files in the page cache it would be 0.35.)
+Applying takes about 0.15 s a GB and core, and reading 1.5 s a GB from an object store. For files in
+the page cache, which are read in 0.5 s a GB, it would be 0.35. Indexes store the sum (`restore_cost`
+of `weights/versions.py`), so that another value counts only for deltas that are published later.
 """
 RESTORE_BOUND = 3.0
 """The next version is published in full as well (an anchor) where replaying the deltas since the
@@ -37,6 +38,7 @@ last full one would cost more than this many restores of a full version.
 The cost sums, over these deltas, (bytes of the delta / bytes in full) + `APPLY_COST`. At 3, a
 replica that starts from nothing is there within four times a full restore. At 1 % of the bytes a
 version, every 28th version is an anchor, and the publisher sends 1/22 of the full bytes on average.
+No setting of a run changes it.
 """
 
 

@@ -9,7 +9,9 @@ run gets the run's workflow as owner once that exists, and is deleted with it or
 
 Its callers are a submission whose run has a graph of its own (`cluster/submission.py`), the step that
 deletes it (`cluster/reservations.py`), and `tuneloop fleet` (`cli/fleet.py`). To a run the workers of
-a graph are a fleet of `inference/fleet/dynamo.py`. The tests are `tests/unit/inference/test_graph.py`.
+a graph are a fleet of `inference/fleet/dynamo.py`. The rights of people and of the step are in
+``manifests/admin/namespace/rights.yaml``: a call of another kind needs one there. The tests are
+`tests/unit/inference/test_graph.py`.
 """
 
 import copy
