@@ -73,7 +73,8 @@ class SamplingOptions(EpisodeOptions):
 
     Each stage adds its own fields, and lists all in order in `flags`. One that changes what is
     sampled belongs into `stages/rollout.py: _shared_options`, too, or groups that are carried on are
-    completed under another value.
+    completed under another value. Descriptions and defaults stand in ``docs/components``
+    (`make golden`).
     """
 
     engine: str = Field("vllm", description="vllm, transformers, or a dotted path")

@@ -1,7 +1,7 @@
 """Completions of held-out demonstrations, for data that has no prompts with answers to score.
 
 `evaluate` calls it in place of scoring. The loss on the same demonstrations is that of
-`training/held_out.py`. The tests are `tests/unit/stages/test_held_out.py`.
+`training/held_out.py`. The tests are in `tests/unit/stages/test_evaluate.py`.
 """
 
 import json

@@ -11,7 +11,7 @@ Clients of ours are `inference/engines/_client.py`, `inference/engines/endpoint.
 and `inference/conformance.py`. A client may be older or newer than its server: what an older server
 does with a new field of a request, see `GenerateBody`, an older client with one of an answer,
 `_describe_completion`. ``docs/weights.md`` lists the routes; the tests are
-`tests/unit/inference/test_serve.py`, `tests/unit/inference/test_shared.py` and
+`tests/unit/inference/test_client.py`, `tests/unit/inference/test_shared.py` and
 `tests/unit/inference/test_fuzz.py`.
 """
 

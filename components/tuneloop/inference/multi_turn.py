@@ -7,8 +7,7 @@ know is which tokens were sampled.
 
 `inference/generate.py` calls `play_episodes` in a stage. `local/probe.py` opens a single environment
 by `EpisodeOptions.open_environment`. The trainer reads `Episode.mask` as the column ``loss_mask``
-(`formats/rollouts.py: SCHEMA`). The tests are `tests/unit/inference/test_episodes.py` and
-`tests/local/test_turns.py`.
+(`formats/rollouts.py: SCHEMA`). The tests are `tests/unit/inference/test_episodes.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -17,8 +17,8 @@ remaining time. Those who wait beat too, so that a dead one holds nobody up.
 
 The sidecar of a pod (`sharing/sidecar.py`), the local executor (`extensions/sharing/pod.py`) and
 the gateway's workers (`extensions/gateway/worker.py`) acquire leases; the stage itself only checks the
-grant (`core/fencing.py`). The tests are `tests/unit/sharing/test_turns.py` and
-`tests/extensions/sharing/test_turn.py`.
+grant (`core/fencing.py`). The tests are `tests/unit/sharing/test_turns.py`,
+`tests/extensions/sharing/test_turn.py` and `tests/local/test_turns.py`.
 """
 
 import contextlib

@@ -9,8 +9,8 @@ Under tensor parallelism each worker compares its own part of every tensor. The 
 tell that part; they are checked against the files, so that the parts together are the whole.
 
 `inference/engines/vllm.py` calls it on the thread that owns the engine. It uses vLLM's private parts,
-so a new release of vLLM is tried first against `tests/unit/inference/test_readback.py`,
-`tests/local/test_vllm.py` and `tests/local/test_architectures.py`.
+so a new release of vLLM is tried first against `tests/local/test_vllm.py` and
+`tests/local/test_architectures.py`; unit tests replace it.
 """
 
 from __future__ import annotations
