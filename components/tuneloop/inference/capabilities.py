@@ -33,8 +33,9 @@ class Capabilities:
 def find_capabilities(kind: str) -> Capabilities:
     """Find the capabilities of the engine `kind`, which is a setting's ``engine.kind``.
 
-    An engine of a third party counts as one with the defaults unless its entry point names a whole
-    module that states them: only the image of its stages needs to have any other.
+    An engine of a third party counts as one with the defaults, unless its entry point names a whole
+    module that states them. The code of any other need not be installed here, only in the image of
+    its stages.
 
     Raises:
         UserError: the module of a third party's engine cannot be imported.

@@ -5,7 +5,7 @@ The order is fixed: requests, `load`, proofs, and only then samples.
 `generate_completions` sets facts of the stage. The stage reward passes them on, the trainer reads
 them (`formats/facts.py: RewardFacts`), and so do `runs/delivery.py` (``staleness``) and
 `runs/run_record.py` (``sampling``). A manifest's digest covers its facts, but not its notes and
-timings: what differs from one attempt to the next belongs into these. The tests are
+timings: what differs from one attempt to the next belongs in notes or timings. The tests are
 `tests/unit/stages/test_rollout.py` and `tests/unit/stages/test_evaluate.py`.
 """
 
@@ -72,7 +72,7 @@ class SamplingOptions(EpisodeOptions):
     """The parameters of a stage that samples.
 
     Each stage adds its own fields, and lists all in order in `flags`. One that changes what is
-    sampled belongs into `stages/rollout.py: _shared_options`, too, or groups that are carried on are
+    sampled belongs in `stages/rollout.py: _shared_options`, too, or groups that are carried on are
     completed under another value. Descriptions and defaults stand in ``docs/components``
     (`make golden`).
     """
@@ -143,6 +143,8 @@ class Job:
 
     Attributes:
         rows: of prompts. With `rounds` they begin with those of unfinished groups.
+            `generate_completions` changes `rows` and `groups` in place, where prompts do not fit
+            (`inference/prompt_room.py`): callers read both afterwards.
         groups: the name of each row's group, by which its seeds are derived (`_make_request`): another
             name gives other completions.
         n: completions of a prompt.

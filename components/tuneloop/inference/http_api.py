@@ -8,9 +8,9 @@ added, and none is removed or renamed. `inference/server.py` starts it.
 
 Clients of ours are `inference/engines/_client.py`, `inference/engines/endpoint.py` (only
 ``/generate``), `inference/fleet/__init__.py` (``/engine/…``), `cluster/autoscaler.py` (``/metrics``)
-and `inference/conformance.py`. A client may be older or newer than its server: what an older server
-does with a new field of a request, see `GenerateBody`, an older client with one of an answer,
-`_describe_completion`. ``docs/weights.md`` lists the routes; the tests are
+and `inference/conformance.py`. A client may be older or newer than its server: `GenerateBody` says
+what an older server does with a new field of a request, `_describe_completion` what an older client
+does with a new field of an answer. ``docs/weights.md`` lists the routes; the tests are
 `tests/unit/inference/test_client.py`, `tests/unit/inference/test_shared.py` and
 `tests/unit/inference/test_fuzz.py`.
 """

@@ -35,8 +35,9 @@ from tuneloop.inference.engines import Engine, Readable, TensorProof
 from tuneloop.inference.engines._tensors import digest_model
 
 WIDE = 0.25
-"""In nats: the least tolerance where all tensors are right, and only the engine's dtype is coarser
-(`choose_tolerance`). Another tokenizer or architecture moves the canary by more, rounding by less.
+"""In nats: the tolerance is at least this where all tensors are right and the engine's dtype is coarser
+than the checkpoint's (`choose_tolerance`). Another tokenizer or architecture moves the canary by more,
+rounding by less.
 """
 
 

@@ -75,7 +75,10 @@ and in a pod of Argo (`grace_s` of the sampler, by default `workflow/settings.py
 
 @report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM, and return the exit code."""
+    """Serve until SIGTERM, and return the exit code.
+
+    The tests are `tests/unit/inference/test_serve.py` and `tests/unit/inference/test_resize.py`.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:

@@ -2,7 +2,7 @@
 
 A plan is only arithmetic over indexes: `weights/materialize.py` carries it out for a whole model,
 `weights/tensors.py` for some tensors. `weights/inspect.py` reads roles from the full version of a
-plan.
+plan. The tests are in `tests/unit/weights/test_protocol.py`.
 """
 
 from dataclasses import dataclass

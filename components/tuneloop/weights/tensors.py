@@ -2,7 +2,8 @@
 
 `weights/inspect.py` compares versions by it, and readers that need a part of a model use it as a
 library. It restores a tensor as `weights/delta.py: patch_checkpoint` does, in memory: what changes
-there about the order of deltas or their proof changes here, too.
+there about the order of deltas or their proof changes here, too. The tests are in
+`tests/unit/weights/test_protocol.py`.
 """
 
 from collections.abc import Iterable, Iterator

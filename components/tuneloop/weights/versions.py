@@ -9,7 +9,9 @@
 `docs/weights.md` is the protocol.
 
 An index is written once and read by older and newer releases: a field that is added to `Extra` or
-`File` is one that older readers refuse (``extra="forbid"``), and needs another `format`.
+`File` is one that older readers refuse (``extra="forbid"``), and needs another `format`. The tests are
+in `tests/unit/weights/test_protocol.py` and `tests/unit/weights/test_layout.py`, which has a reader of
+its own.
 """
 
 import contextlib

@@ -50,7 +50,11 @@ class Sampling:
 
 
 Done = Callable[[int], None]
-"""Called with the number of requests finished so far; what it raises ends the generation."""
+"""Called with the number of requests finished so far; what it raises ends the generation.
+
+A stage learns of SIGTERM by it (`inference/generate.py`): an engine calls it often, also while no
+request ends.
+"""
 
 
 @dataclass(frozen=True)

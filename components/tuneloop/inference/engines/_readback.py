@@ -10,7 +10,8 @@ tell that part; they are checked against the files, so that the parts together a
 
 `inference/engines/vllm.py` calls it on the thread that owns the engine. It uses vLLM's private parts,
 so a new release of vLLM is tried first against `tests/local/test_vllm.py` and
-`tests/local/test_architectures.py`; unit tests replace it.
+`tests/local/test_architectures.py`. `tests/unit/inference/test_readback.py` compares a plain module in
+vLLM's place, and does not reload.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ EXPERT = re.compile(
     r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight$"
 )
 UNKNOWN_LAYOUT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a layer that lacks what is asked of it may raise: its tensors count as unread then, so that a
-fault of this module shows only as a proof "tensors, in part" (`inference/proof.py`).
+"""What a layer that lacks what is asked of it may raise. Its tensors count as unread then: a fault of
+this module shows only as the proof "tensors, in part" (`inference/proof.py`), or as a version that a
+server that follows refuses (`inference/follower.py: prove_tensors`).
 """
 
 

@@ -4,8 +4,8 @@ A backend is a module with ``open_fleet(url) -> Fleet``, found by the URL's sche
 is an entry point in the group ``tuneloop.fleet`` under its scheme. It only says which workers there
 are now (`Fleet.discover`); `inference/fleet/refit.py: refit_fleet` is the same for all.
 ``docs/weights.md`` has the schemes, and the routes of a worker. The engine `endpoint` and `tuneloop
-fleet` use fleets; the section `engine.weights` opens one to check its URL
-(`config/engine_weights.py`), so that `open_fleet` may send no request.
+fleet` use fleets. The section `engine.weights` opens one only to check its URL
+(`config/engine_weights.py`): `open_fleet` must not send a request.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 A headless Service has one address for each ready pod. Rollouts in pods use it, as it needs no token.
 The address is the worker's id: a pod that takes the address of another in the middle of a refit is
-not seen as new, as `inference/fleet/service.py` sees it by its uid.
+not seen as new. `inference/fleet/service.py` tells such pods apart, by their uids.
 """
 
 import socket
