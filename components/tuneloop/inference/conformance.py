@@ -455,7 +455,7 @@ def check_weights(probe: Probe) -> None:
 
 # Its name without ``check_`` and its docstring are a row of the table that `tuneloop endpoint check`
 # prints. ``docs/weights.md`` says how many there are, and `tests/unit/inference/test_conformance.py`
-# plants for each a fault in `tests/unit/inference/peer.py`.
+# plants faults in `tests/unit/inference/peer.py`, for each the check that is to catch it.
 CHECKS: tuple[Callable[[Probe], None], ...] = (
     check_form,
     check_lengths,

@@ -30,9 +30,9 @@ def bound_staleness(rounds: int, groups: int, batch_groups: int) -> int:
     refuses older tokens (`Rounds.oldest`): the bound has to hold for the order of `divide_groups`.
 
     Args:
-        rounds: of a whole completion.
-        groups: that are sampled at a time.
-        batch_groups: that an iteration trains on.
+        rounds: the number that a completion of full length takes.
+        groups: the number that is sampled at a time.
+        batch_groups: the number that an iteration trains on.
     """
     batches = -(-groups // batch_groups)
     return max(rounds, 2) + batches - 3 if batches > 1 else 0
@@ -44,7 +44,7 @@ class Rounds:
 
     Attributes:
         size: tokens that each completion gets in a round.
-        batch_groups: groups that end the call once they have ended.
+        batch_groups: the call ends once so many groups have ended.
         oldest: versions that the tokens of unfinished groups may be older than the policy.
         unfinished: groups of earlier iterations that have not ended, by name.
     """
