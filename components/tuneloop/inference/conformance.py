@@ -50,7 +50,7 @@ class Skipped(RuntimeError):
 
 @dataclass
 class Probe:
-    """An endpoint under test.
+    """An endpoint under test, with the options of `tuneloop endpoint check` (`cli/endpoint.py`).
 
     Attributes:
         url: of the endpoint, without ``/generate``.

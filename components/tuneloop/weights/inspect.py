@@ -205,7 +205,8 @@ def delete_unused_versions(
 
     The latest, the `keep` newest and the `pinned` versions stay, those that replicas announce
     (`live`), and every version from which one of these is assembled. Leftovers of crashed
-    publications below the latest are deleted, too; above it a publication may be in progress.
+    publications below the latest are deleted, too; above it a publication may be in progress. What
+    `weights/publication.py` and `weights/live.py` recorded of a version stays, for reports.
 
     Raises:
         UserError: `keep` is below 1, or a pinned version does not exist.

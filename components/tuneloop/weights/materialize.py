@@ -188,6 +188,8 @@ def _open_delta(
 ) -> delta.DeltaFile | None:
     """Open the file of a delta; return None if no tensor changed.
 
+    A delta with several files is refused here, but read by `weights/tensors.py: _open_deltas`.
+
     With `cached_bytes` (version → bytes that the cache had, which is added to) the file is read
     through this machine's cache.
 

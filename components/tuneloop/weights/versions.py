@@ -413,5 +413,8 @@ def get_delta_folder(folder: str, delta_index: Hex) -> str:
 
 
 def get_version_reference(entry: Entry) -> str:
-    """Return the pointer's reference to a version: relative, so that a root can be moved."""
+    """Return the pointer's reference to a version: relative, so that a root can be moved.
+
+    `Chain` takes the digest of the index from behind its last colon.
+    """
     return f"{entry.folder}@xxh3-128:{entry.digest}"
