@@ -91,9 +91,9 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     changed method from here, unless they override it.
 
     Attributes:
-        needs_every_completion: a subclass sets it if its auxiliary losses are of completions without
-            an advantage, too. By default these, such as those of a group of equal rewards, do not go
-            through the model (`training/mini_batches.py`: `_mark_use`).
+        needs_every_completion: a subclass sets it if its auxiliary losses are of completions
+            without an advantage, too. By default these, such as those of a group of equal rewards,
+            do not go through the model (`training/mini_batches.py`: `_mark_use`).
     """
 
     needs_every_completion: ClassVar[bool] = False
@@ -117,8 +117,8 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         description="tokens by which seq-mean-token-sum-norm divides; it limits no completion, as "
         "rollout.max_tokens does",
     )
-    # A subclass keeps the default 0: `argo/memory_estimate.py` counts the reference policy only where
-    # a run sets `beta`, as the parameters of a stage have no defaults
+    # A subclass keeps the default 0: `argo/memory_estimate.py` counts the reference policy only
+    # where a run sets `beta`, as the parameters of a stage have no defaults
     # (`training/algorithm_lookup.py`: `list_stage_parameters`).
     beta: float = Field(
         0.0, ge=0, description="weight of the KL divergence to the reference; 0: none"
@@ -189,8 +189,8 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         Returns:
             The loss without auxiliary terms. Its metrics are ``ratio``, ``clip_fraction`` (0 or 1),
             and if their inputs are given ``kl``, ``logprob_gap`` (absolute difference of engine and
-            trainer, in nats), ``importance_weight`` (ratio before bounds) and ``rejected`` (0 or 1).
-            `Tally` of `training/policy_gradient.py` computes two more of ``logprob_gap`` and
+            trainer, in nats), ``importance_weight`` (ratio before bounds) and ``rejected`` (0 or
+            1). `Tally` of `training/policy_gradient.py` computes two more of ``logprob_gap`` and
             ``importance_weight``: an override of this method has both or neither.
         """
         ratio = self.ratio(tokens)

@@ -6,8 +6,8 @@ It knows completions only by their log-ratio to the reference.
 side: chosen, rejected, chosen, rejected. Of the measures it logs those that its `METRICS` names: a
 further one has to be added there, too.
 
-The backend `trl` trains only the algorithms that `training/backends/trl.py: LOSSES` lists, and gives
-their options to TRL as they are: an option that TRL has keeps TRL's name.
+The backend `trl` trains only the algorithms that `training/backends/trl.py: LOSSES` lists, and
+gives their options to TRL as they are: an option that TRL has keeps TRL's name.
 """
 
 from dataclasses import dataclass

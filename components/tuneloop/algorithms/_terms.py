@@ -20,9 +20,9 @@ else:
     Tensor = Any
 
 EPSILON = 1e-4
-"""Added to each standard deviation that divides, as TRL does; `algorithms/rloo.py` reads it, too."""
+"""Added to each standard deviation that divides, as TRL does, here and in `algorithms/rloo.py`."""
 LOG_LIMIT = 20.0
-"""In nats: `compute_importance_weights` clamps log-ratios of trainer and engine to ± this before exp."""
+"""In nats: `compute_importance_weights` clamps log-ratios of trainer and engine to ± this."""
 
 # A further value of the types below needs a branch in the function that reads it, which takes
 # unknown values for the last one that it knows: `estimate_kl`, `compute_importance_weights` (by the

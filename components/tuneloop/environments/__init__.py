@@ -2,12 +2,12 @@
 
 A variant is a module with ``create_environment(row, **args) -> Environment``, called once per
 episode with its row of prompts (``prompt``, ``answer``, ``metadata`` as JSON, …) and the arguments
-in ``environment_args``. An environment runs in the stage's own process, where code of the policy must
-not run: `environments/python.py` runs such code in `tuneloop.rewards.sandbox`.
+in ``environment_args``. An environment runs in the stage's own process, where code of the policy
+must not run: `environments/python.py` runs such code in `tuneloop.rewards.sandbox`.
 
 An environment with a tool states ``TOOL``: the tool's name, and the argument that holds what the
-policy writes. `tuneloop probe` sends attacks there (`local/probe.py: _find_tool`). Without ``TOOL`` it
-attacks by whole turns alone; `tests/unit/local/test_probe.py` requires it of those that ship.
+policy writes. `tuneloop probe` sends attacks there (`local/probe.py: _find_tool`). Without ``TOOL``
+it attacks by whole turns alone; `tests/unit/local/test_probe.py` requires it of those that ship.
 
 `inference/multi_turn.py` opens and steps environments. The tests are
 `tests/unit/inference/test_episodes.py`, and of `python` `tests/unit/rewards/test_code.py`, too.

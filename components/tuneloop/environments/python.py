@@ -2,8 +2,9 @@
 
 Each call runs as a program of its own in `tuneloop.rewards.sandbox`, as with the reward ``code``,
 and the policy reads what it printed. A turn without a call is the final answer; the rewards of the
-row judge it. The tests are `tests/unit/rewards/test_code.py`, `tests/unit/inference/test_episodes.py`
-and, for a remote sandbox, `tests/unit/inference/test_sandbox_server.py`.
+row judge it. The tests are `tests/unit/rewards/test_code.py`,
+`tests/unit/inference/test_episodes.py` and, for a remote sandbox,
+`tests/unit/inference/test_sandbox_server.py`.
 """
 
 from dataclasses import replace

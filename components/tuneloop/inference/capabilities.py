@@ -1,9 +1,10 @@
 """What an engine can do, as settings, graphs and pods have to know it.
 
 The module of each engine in `tuneloop.inference.engines` states it as ``CAPABILITIES``. Ask these
-flags and do not compare the name of an engine: another engine may have the same abilities. What else
-the servers of an engine can do, the class of its settings says (`tuneloop.config.engines`): it has a
-key for each ability. `config/engines.py` refuses an engine whose class and flags do not agree.
+flags and do not compare the name of an engine: another engine may have the same abilities. What
+else the servers of an engine can do, the class of its settings says (`tuneloop.config.engines`): it
+has a key for each ability. `config/engines.py` refuses an engine whose class and flags do not
+agree.
 
 Readers: the settings (`config/engines.py`, `config/followed.py`, `config/choices.py`), the graphs
 (`argo/loop.py`, `argo/template.py`), and `argo/pod_fields.py` for the pod's device.

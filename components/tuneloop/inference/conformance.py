@@ -26,8 +26,8 @@ from tuneloop.inference.engines.endpoint import ROUNDING, check_url
 from tuneloop.inference.proof import read_canary
 
 FAR = 1_000_000
-"""Added to the served version, this gives one that no run has reached; its thousandfold is an id that
-no vocabulary has.
+"""Added to the served version, this gives one that no run has reached; its thousandfold is an id
+that no vocabulary has.
 """
 FIRST_ID = 3
 """Prompts have no lower ids: tokenizers put their special tokens there."""
@@ -453,9 +453,10 @@ def check_weights(probe: Probe) -> None:
         )
 
 
-# Its name without ``check_`` and its docstring are a row of the table that `tuneloop endpoint check`
-# prints. ``docs/weights.md`` says how many there are, and `tests/unit/inference/test_conformance.py`
-# plants faults in `tests/unit/inference/peer.py`, for each the check that is to catch it.
+# Its name without ``check_`` and its docstring are a row of the table that
+# `tuneloop endpoint check` prints. ``docs/weights.md`` says how many there are, and
+# `tests/unit/inference/test_conformance.py` plants faults in `tests/unit/inference/peer.py`, for
+# each the check that is to catch it.
 CHECKS: tuple[Callable[[Probe], None], ...] = (
     check_form,
     check_lengths,

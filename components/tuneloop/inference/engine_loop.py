@@ -32,8 +32,8 @@ from tuneloop.sharing.snapshot import SnapshotFailed
 
 Mode = Literal["wait", "keep"]
 """What becomes of running requests when weights change, in vLLM's words: they finish first
-(``wait``), or go on with the new weights (``keep``). `inference/server.py` lists both for its option
-``--pause``.
+(``wait``), or go on with the new weights (``keep``). `inference/server.py` lists both for its
+option ``--pause``.
 """
 Emit = Callable[[int, Any], None]
 """The answers to a group of requests go to this function, as `Ticket.emit` has it."""
@@ -60,7 +60,8 @@ class Ticket:
     def keys(self) -> list[str]:
         """The engine's names of its completions that are not emitted yet.
 
-        `EngineLoop.generate` submits under the same names, and `EngineLoop._finish` takes them apart.
+        `EngineLoop.generate` submits under the same names, and `EngineLoop._finish` takes them
+        apart.
         """
         keys: list[str] = []
         for index, group in self.waiting.items():
@@ -72,8 +73,8 @@ class Ticket:
 class EngineLoop(threading.Thread):
     """Serves an engine to many callers.
 
-    Any thread may use `call`, `cancel`, `stop` and `trouble`. All other methods run on the loop's own
-    thread, by `call`.
+    Any thread may use `call`, `cancel`, `stop` and `trouble`. All other methods run on the loop's
+    own thread, by `call`.
 
     Attributes:
         failed: called once the engine has failed and the process can serve no more.

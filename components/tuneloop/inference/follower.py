@@ -39,7 +39,8 @@ class Follower(threading.Thread):
 
     A pull is recorded by `_describe_pull`: `weights/live.py: PULL` lists the fields that
     `runs/delivery.py` requires. ``fetch_s`` and ``apply_s`` are named by the timings of
-    `materialize_version`, ``drain_s``, ``change_s`` and ``check_s`` by those of `EngineLoop.change`.
+    `materialize_version`, ``drain_s``, ``change_s`` and ``check_s`` by those of
+    `EngineLoop.change`.
 
     Args:
         loop: of the engine.

@@ -107,8 +107,8 @@ class SamplingOptions(EpisodeOptions):
 def input_identity(params: Any) -> JsonObject:
     """Return the parameters that affect the output.
 
-    The fleet's URL does not: it is an address, as `endpoint` is. Any other of the engine's arguments
-    does; one that is an address only has to be left out here.
+    The fleet's URL does not: it is an address, as `endpoint` is. Any other of the engine's
+    arguments does; one that is an address only has to be left out here.
     """
     args = dict(params.engine_args)
     args.pop("fleet", None)
@@ -145,8 +145,8 @@ class Job:
         rows: of prompts. With `rounds` they begin with those of unfinished groups.
             `generate_completions` changes `rows` and `groups` in place, where prompts do not fit
             (`inference/prompt_room.py`): callers read both afterwards.
-        groups: the name of each row's group, by which its seeds are derived (`_make_request`): another
-            name gives other completions.
+        groups: the name of each row's group, by which its seeds are derived (`_make_request`):
+            another name gives other completions.
         n: completions of a prompt.
         options: of the stage; it plays episodes if they name an environment.
         rounds: completions grow in these, if there are any.

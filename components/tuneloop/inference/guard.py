@@ -1,8 +1,8 @@
 """Check every request before the application sees it: its token, size, and the time of its headers.
 
 The rollout server and the sandbox server put `TokenGuard` before their applications. The gateway
-has a guard of its own (`extensions/gateway/access.py`), as it knows callers by name. `TimedProtocol`
-serves them all (`UVICORN` in `inference/server.py`).
+has a guard of its own (`extensions/gateway/access.py`), as it knows callers by name.
+`TimedProtocol` serves them all (`UVICORN` in `inference/server.py`).
 """
 
 import asyncio
@@ -41,8 +41,8 @@ class TokenGuard:
     Args:
         app: the ASGI application behind it.
         open_paths: paths that need no token.
-        max_bytes: called with the path; returns the maximum bytes of a body. It holds for open paths,
-            too.
+        max_bytes: called with the path; returns the maximum bytes of a body. It holds for open
+            paths, too.
     """
 
     def __init__(

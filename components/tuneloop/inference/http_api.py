@@ -7,11 +7,11 @@ It is an interface to other programs, too, such as a fleet's own client: routes 
 added, and none is removed or renamed. `inference/server.py` starts it.
 
 Clients of ours are `inference/engines/_client.py`, `inference/engines/endpoint.py` (only
-``/generate``), `inference/fleet/__init__.py` (``/engine/…``), `cluster/autoscaler.py` (``/metrics``)
-and `inference/conformance.py`. A client may be older or newer than its server: `GenerateBody` says
-what an older server does with a new field of a request, `_describe_completion` what an older client
-does with a new field of an answer. ``docs/weights.md`` lists the routes; the tests are
-`tests/unit/inference/test_client.py`, `tests/unit/inference/test_shared.py` and
+``/generate``), `inference/fleet/__init__.py` (``/engine/…``), `cluster/autoscaler.py`
+(``/metrics``) and `inference/conformance.py`. A client may be older or newer than its server:
+`GenerateBody` says what an older server does with a new field of a request, `_describe_completion`
+what an older client does with a new field of an answer. ``docs/weights.md`` lists the routes; the
+tests are `tests/unit/inference/test_client.py`, `tests/unit/inference/test_shared.py` and
 `tests/unit/inference/test_fuzz.py`.
 """
 
@@ -63,7 +63,9 @@ WAIT_S = 600.0
 Status = dict[str, str]
 """The answer of a route that only says what it did."""
 Version = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-"""A version of weights: 32 bits, as in the column ``policy_versions`` (`formats/rollouts.py: SCHEMA`)."""
+"""A version of weights: 32 bits, as in the column ``policy_versions``
+(`formats/rollouts.py: SCHEMA`).
+"""
 
 
 class GenerateBody(BaseModel):
@@ -138,8 +140,8 @@ class HttpApi:
     def limit_body(self, path: str) -> int:
         """Return the maximum bytes of a body.
 
-        Parsing it (100 ms for 4 MiB of token ids) delays all other requests. A route that is added has
-        `ORDER_BYTES`, unless it gets a limit here.
+        Parsing it (100 ms for 4 MiB of token ids) delays all other requests. A route that is added
+        has `ORDER_BYTES`, unless it gets a limit here.
         """
         if path != "/generate":
             return ORDER_BYTES

@@ -5,9 +5,10 @@ engine in the turns before and the encoded reply: no sampled token is ever token
 pass over the whole list gives every turn's log-probabilities, and all that `policy_update` needs to
 know is which tokens were sampled.
 
-`inference/generate.py` calls `play_episodes` in a stage. `local/probe.py` opens a single environment
-by `EpisodeOptions.open_environment`. The trainer reads `Episode.mask` as the column ``loss_mask``
-(`formats/rollouts.py: SCHEMA`). The tests are `tests/unit/inference/test_episodes.py`.
+`inference/generate.py` calls `play_episodes` in a stage. `local/probe.py` opens a single
+environment by `EpisodeOptions.open_environment`. The trainer reads `Episode.mask` as the column
+``loss_mask`` (`formats/rollouts.py: SCHEMA`). The tests are
+`tests/unit/inference/test_episodes.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,8 +53,8 @@ def _find_factory(name: str, args: JsonMapping, prefix: str = "") -> Callable[..
 class EpisodeOptions(Options):
     """How episodes go: options of `rollout` and `evaluate`.
 
-    A field that is added is a flag only once `SHARED_FLAGS` of `inference/generate.py` lists it, and
-    `evaluate` follows the setting of `rollout` only where `config/loop.py: INHERITED` does.
+    A field that is added is a flag only once `SHARED_FLAGS` of `inference/generate.py` lists it,
+    and `evaluate` follows the setting of `rollout` only where `config/loop.py: INHERITED` does.
     """
 
     environment: Annotated[str, plugins.validate_variant("environments")] | None = Field(

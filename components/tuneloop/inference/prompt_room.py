@@ -2,9 +2,9 @@
 
 Others take their place, the same ones at every attempt of a stage.
 
-The rule for dropped rows is the data's (`formats/too_long.py`). `base_model` counts the same prompts
-before anything is trained (`formats/prompt_lengths.py: check_prompts`): both have to count alike, or
-a run that it accepted ends here. `inference/generate.py` is the only caller;
+The rule for dropped rows is the data's (`formats/too_long.py`). `base_model` counts the same
+prompts before anything is trained (`formats/prompt_lengths.py: check_prompts`): both have to count
+alike, or a run that it accepted ends here. `inference/generate.py` is the only caller;
 `tests/unit/stages/test_too_long.py` has the tests.
 """
 

@@ -42,8 +42,8 @@ async def refuse_stranger(reason: str) -> JSONResponse:
 def create_app(mistake: int) -> FastAPI:
     """Create an application that turns errors into answers; Retryable is 503.
 
-    An error of another class is answered with 500 by FastAPI; one that callers cause has to be among
-    the `kinds` below.
+    An error of another class is answered with 500 by FastAPI; one that callers cause has to be
+    among the `kinds` below.
 
     Args:
         mistake: the status of UserError, which errors of validation become: 400 of the rollout and

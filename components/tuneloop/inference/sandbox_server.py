@@ -69,9 +69,10 @@ WAITING = 4
 class Program(BaseModel, extra="forbid"):
     """A program of Python, its input, an expression to evaluate after it, and its `Limits`.
 
-    The client builds it in `rewards/sandbox/__init__.py: run_in_sandbox`, of all fields of `Limits`.
-    A server refuses a field that it does not know, so that one that is added needs servers that are
-    updated before their clients. The answer is the client's `_Answer`: an `Ending`.
+    The client builds it in `rewards/sandbox/__init__.py: run_in_sandbox`, of all fields of
+    `Limits`. A server refuses a field that it does not know, so that one that is added needs
+    servers that are updated before their clients. The answer is the client's `_Answer`: an
+    `Ending`.
     """
 
     program: str

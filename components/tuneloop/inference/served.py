@@ -4,8 +4,8 @@ An engine that serves has two sides. ``open_served_engine(args)`` of its module 
 (`tuneloop.inference.server`) computes with, a `ServedEngine`. ``open_engine(endpoint, args,
 timeout_s)`` makes what a stage samples with, for which `open_client` is enough.
 
-Servers use `ServedEngine`, stages `Engine` (`inference/engines/__init__.py`): one class may be both,
-as vLLM's is. ``docs/extending.md`` has a whole third party's engine with servers, which
+Servers use `ServedEngine`, stages `Engine` (`inference/engines/__init__.py`): one class may be
+both, as vLLM's is. ``docs/extending.md`` has a whole third party's engine with servers, which
 `tests/local/test_served.py` runs.
 """
 

@@ -2,14 +2,15 @@
 how many runs share it.
 
 `extensions/sharing/claim_steps.py` writes it into the rendered steps, as the flag ``--share``, and
-`cluster/reservations.py` reads it in their pods. The tests are `tests/extensions/sharing/test_claims.py`.
+`cluster/reservations.py` reads it in their pods. The tests are
+`tests/extensions/sharing/test_claims.py`.
 """
 
 from pydantic import BaseModel, Field
 
 DEVICES = "devices"
-"""The claim's name in a pod (`extensions/sharing/claims.py`), and the name of the one request in its
-ResourceClaim (`cluster/reservations.py`).
+"""The claim's name in a pod (`extensions/sharing/claims.py`), and the name of the one request in
+its ResourceClaim (`cluster/reservations.py`).
 """
 TAKE = "take-claim"
 """The template of the first step, which reserves claims; `cluster/watch.py` knows by it that a run
@@ -22,9 +23,10 @@ GIVE = "give-claim"
 class ClaimRequest(BaseModel, frozen=True):
     """The devices that the runs of one group ask for; other keys of the flag are ignored.
 
-    It is the base of the setting `cluster.share` (`extensions/sharing/settings.py: Share`), so that a
-    field here is a setting of users. One that the devices of a claim depend on has to be in
-    `_describe_devices` of `cluster/reservations.py`, which compares them between the runs of a group.
+    It is the base of the setting `cluster.share` (`extensions/sharing/settings.py: Share`), so that
+    a field here is a setting of users. One that the devices of a claim depend on has to be in
+    `_describe_devices` of `cluster/reservations.py`, which compares them between the runs of a
+    group.
     """
 
     group: str = Field(

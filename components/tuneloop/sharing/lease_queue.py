@@ -1,8 +1,8 @@
 """The queue of a group: who holds its device lease and who waits for it. No clock, no storage.
 
 `sharing/leases.py` changes it and `sharing/lease_storage.py` stores it as JSON, which runs of other
-releases read and write at the same time: a field that is added needs a default, and is lost whenever
-an older release writes. `extensions/sharing/command.py` prints the queue. The tests are
+releases read and write at the same time: a field that is added needs a default, and is lost
+whenever an older release writes. `extensions/sharing/command.py` prints the queue. The tests are
 `tests/unit/sharing/test_simulate.py`, `tests/unit/sharing/test_turns.py` and
 `tests/unit/sharing/test_plans.py`.
 """
@@ -19,8 +19,8 @@ setting lists both again, with a description (`extensions/sharing/settings.py: S
 POLICIES: tuple[Policy, ...] = ("fifo", "lrs")
 """`Policy` for flags (`sharing/sidecar.py`), and for the check of `open_lease_group`."""
 REMEMBERED_RUNS = 100
-"""The number of runs whose last lease is remembered, so that the document stays small. A run that is
-forgotten counts for ``lrs`` as one that is new.
+"""The number of runs whose last lease is remembered, so that the document stays small. A run that
+is forgotten counts for ``lrs`` as one that is new.
 """
 
 

@@ -53,12 +53,12 @@ OWNER_VARIABLES = ("TUNELOOP_OWNER_NAME", "TUNELOOP_OWNER_UID")
 KEY = "queue.json"
 """The object of a group, below the URL of the group."""
 STORED_LEASES = ".leases"
-"""The folder of all groups, below a store: `extensions/sharing/pod.py`, `cli/execute.py`, the gateway
-(`extensions/gateway/sessions.py`) and `tuneloop leases` build URLs of groups with it.
+"""The folder of all groups, below a store: `extensions/sharing/pod.py`, `cli/execute.py`, the
+gateway (`extensions/gateway/sessions.py`) and `tuneloop leases` build URLs of groups with it.
 """
 _REQUEST_TIMEOUT_S = 10
-"""Seconds for one request to the API server: a beat must not wait for a lost one, or the lease ends. At
-the default patience of 30 s a beat is valid for 20 s (`sharing/leases.py: SAFE`).
+"""Seconds for one request to the API server: a beat must not wait for a lost one, or the lease
+ends. At the default patience of 30 s a beat is valid for 20 s (`sharing/leases.py: SAFE`).
 """
 
 
@@ -66,8 +66,8 @@ class KubernetesLease:
     """The queue of a group as a Lease; it is a `QueueStorage`.
 
     The account of sidecars may get, create, update and delete Leases, and nothing else
-    (``manifests/namespaced/accounts.yaml``): a call of another kind, such as list or patch, needs the
-    right there.
+    (``manifests/namespaced/accounts.yaml``): a call of another kind, such as list or patch, needs
+    the right there.
     """
 
     def __init__(self, cluster: Connection, group: str) -> None:

@@ -16,8 +16,8 @@ before any other run can take the lease, unless the speeds of two clocks differ 
 remaining time. Those who wait beat too, so that a dead one holds nobody up.
 
 The sidecar of a pod (`sharing/sidecar.py`), the local executor (`extensions/sharing/pod.py`) and
-the gateway's workers (`extensions/gateway/worker.py`) acquire leases; the stage itself only checks the
-grant (`core/fencing.py`). The tests are `tests/unit/sharing/test_turns.py`,
+the gateway's workers (`extensions/gateway/worker.py`) acquire leases; the stage itself only checks
+the grant (`core/fencing.py`). The tests are `tests/unit/sharing/test_turns.py`,
 `tests/extensions/sharing/test_turn.py` and `tests/local/test_turns.py`.
 """
 
@@ -38,15 +38,15 @@ from tuneloop.core.threads import repeat_in_background
 from tuneloop.sharing.lease_queue import LeaseQueue, LeaseRefused, Policy
 
 SAFE = 2 / 3
-"""The share of `patience` for which a beat is valid to its holder. The rest is the margin for clocks of
-different speed: at 1 or more two runs could hold the lease.
+"""The share of `patience` for which a beat is valid to its holder. The rest is the margin for
+clocks of different speed: at 1 or more two runs could hold the lease.
 """
 BEATS = 6
 """The number of beats within `patience`: with `SAFE` four within the time that one is valid, which
 `core/fencing.py: STOP_FRACTION` counts on.
 """
 _RELEASE_POLL_S = 0.2
-"""Seconds between two looks whether the stage asks for the release (`core/fencing.py: RELEASED`)."""
+"""Seconds between two looks for a stage's request to release (`core/fencing.py: RELEASED`)."""
 log = logging.getLogger("tuneloop.leases")
 
 

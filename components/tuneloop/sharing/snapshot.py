@@ -26,7 +26,7 @@ _DRIVER_OF_SHARED_MEMORY = 610
 """The oldest versions of NVIDIA's driver that suspend one process, and several that share memory of a
 device."""
 _LOCK_TIMEOUT_MS = "10000"
-"""Milliseconds for what the process still does on its devices, as ``cuda-checkpoint`` takes them."""
+"""Milliseconds, as the program takes them, for what the process still does on its devices."""
 
 
 class SnapshotFailed(Retryable):

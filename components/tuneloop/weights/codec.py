@@ -30,9 +30,9 @@ from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.weights.layout import Bytes
 
 Encoding = Literal["gap8-xor", "xor", "overwrite"]
-"""A further one needs a branch in `encode_delta` and in `apply_delta`, which take an unknown name for
-``overwrite``. `config/engine_weights.py` and `stages/base_model.py` offer it to users; readers of
-earlier releases refuse a version that has it (`weights/versions.py: Metadata`).
+"""A further one needs a branch in `encode_delta` and in `apply_delta`, which take an unknown name
+for ``overwrite``. `config/engine_weights.py` and `stages/base_model.py` offer it to users; readers
+of earlier releases refuse a version that has it (`weights/versions.py: Metadata`).
 """
 BLOCK = 1 << 21
 """Bytes a chunk: two chunks and the scratch memory stay in the cache of a core. A reader takes the
@@ -45,8 +45,8 @@ _FEW_LONG_MATCHES = zstandard.ZstdCompressionParameters.from_level(
     min_match=7,
     hash_log=6,
 )
-"""For `_compress`: gaps and values have no meaningful short matches. A plane takes a third less time,
-8 % less space.
+"""For `_compress`: gaps and values have no meaningful short matches. A plane takes a third less
+time, 8 % less space.
 """
 _ESCAPE = 255
 """The byte of ``gap8-xor`` that adds 255 to a gap and continues it."""

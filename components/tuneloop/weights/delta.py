@@ -58,8 +58,8 @@ def write_delta(
 ) -> Written:
     """Write the delta between two checkpoints of the same layout to `path`.
 
-    The file is in the safetensors format: a U8 vector, the payload, for each changed tensor, and
-    in ``__metadata__`` the xxh3-128 of these tensors' new states. `DeltaFile` refuses any other entry
+    The file is in the safetensors format: a U8 vector, the payload, for each changed tensor, and in
+    ``__metadata__`` the xxh3-128 of these tensors' new states. `DeltaFile` refuses any other entry
     in ``__metadata__``, also that of earlier releases.
 
     Args:

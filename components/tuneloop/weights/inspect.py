@@ -1,8 +1,8 @@
 """List, verify and compare published versions, and delete those that nothing needs.
 
-`tuneloop weights` (`cli/weights.py`), the page and the report (`ui/describe.py`, `ui/report.py`) call
-it. Nothing is deleted that a replica serves (`weights/live.py`) or that a kept version builds on. The
-tests are `tests/unit/weights/test_protocol.py`.
+`tuneloop weights` (`cli/weights.py`), the page and the report (`ui/describe.py`, `ui/report.py`)
+call it. Nothing is deleted that a replica serves (`weights/live.py`) or that a kept version builds
+on. The tests are `tests/unit/weights/test_protocol.py`.
 """
 
 import re
@@ -23,7 +23,7 @@ from tuneloop.weights.tensors import read_tensors
 from tuneloop.weights.versions import INDEX, Chain, get_version_directory
 
 _VERSION_DIRECTORY = re.compile(r"weight_v(\d+)")
-"""Matches what `weights/versions.py: get_version_directory` returns, and leftovers of such a name."""
+"""Matches the names that `weights/versions.py: get_version_directory` returns, also of leftovers."""
 
 
 @dataclass(frozen=True)

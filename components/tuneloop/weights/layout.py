@@ -27,8 +27,8 @@ from tuneloop.core.store import open_for_reading
 
 Bytes = NDArray[np.uint8]
 
-# The safetensors library lays tensors out by this order of dtypes, widest first, then by name.
-# The same order gives the same file. `preallocate_safetensors` raises ValueError for a dtype that is
+# The safetensors library lays tensors out by this order of dtypes, widest first, then by name. The
+# same order gives the same file. `preallocate_safetensors` raises ValueError for a dtype that is
 # not here, such as those of 8-bit floats.
 _DTYPE_ORDER = [
     "U64",

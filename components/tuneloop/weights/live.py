@@ -45,8 +45,8 @@ PULL: JsonObject = {
 RENEW_S = 60.0
 """Seconds after which a replica announces again what it serves (`inference/follower.py`)."""
 EXPIRY_S = 600.0
-"""Seconds after which a replica counts as dead, ten missed announcements: a store's clock and ours may
-differ by minutes. ``docs/weights.md`` says ten minutes.
+"""Seconds after which a replica counts as dead, ten missed announcements: a store's clock and ours
+may differ by minutes. ``docs/weights.md`` says ten minutes.
 """
 
 

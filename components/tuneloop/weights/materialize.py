@@ -28,8 +28,8 @@ from tuneloop.weights.versions import Chain, Entry
 
 _REMEDY = "materialize it again"
 MARKER = ".weight_version.json"
-"""The file of the `Marker`, in the model's directory; `inference/follower.py` deletes it, so that the
-next call starts from a full version.
+"""The file of the `Marker`, in the model's directory; `inference/follower.py` deletes it, so that
+the next call starts from a full version.
 
 Its name and those below are hidden: `weights/layout.py: visible_files` leaves them out, and so they
 are no files of the version.
@@ -45,8 +45,8 @@ class Marker(BaseModel, frozen=True, extra="forbid"):
 
     The marker is removed before the first byte changes, so it is always true. Data are not flushed
     to disk, so it is trusted only until the host reboots: a killed process loses nothing, a crashed
-    host may. After a reboot, every tensor is checked first. A marker that has other fields counts as
-    none, so that the version is fetched in full.
+    host may. After a reboot, every tensor is checked first. A marker that has other fields counts
+    as none, so that the version is fetched in full.
     """
 
     version: int
@@ -68,8 +68,8 @@ class Materialized:
         read_bytes: bytes read from the store, without deltas that were in this machine's cache.
         source: the digest of the checkpoint that the version was published from, if the publisher
             recorded it.
-        timings: in seconds: ``fetch``, and ``apply`` with the checks. `inference/follower.py` records
-            them as ``fetch_s`` and ``apply_s``, which `weights/live.py: PULL` requires.
+        timings: in seconds: ``fetch``, and ``apply`` with the checks. `inference/follower.py`
+            records them as ``fetch_s`` and ``apply_s``, which `weights/live.py: PULL` requires.
     """
 
     version: int

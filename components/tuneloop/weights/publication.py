@@ -54,8 +54,8 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     """Publish ``model/`` of a committed checkpoint below the root that the stage's ``weights`` names.
 
     Without this parameter nothing is published. A version that the root has passed already is not
-    published again. The parameters ``weights``, ``weight_encoding`` and ``publish_weights`` are read
-    by name: a stage without one has its default here.
+    published again. The parameters ``weights``, ``weight_encoding`` and ``publish_weights`` are
+    read by name: a stage without one has its default here.
 
     Args:
         stage: the stage that committed the checkpoint.

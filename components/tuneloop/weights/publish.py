@@ -28,8 +28,9 @@ APPLY_COST = 0.1
 """The cost of applying a delta beyond reading its bytes, relative to restoring the full version.
 
 Applying takes about 0.15 s a GB and core, and reading 1.5 s a GB from an object store. For files in
-the page cache, which are read in 0.5 s a GB, it would be 0.35. Indexes store the sum (`restore_cost`
-of `weights/versions.py`), so that another value counts only for deltas that are published later.
+the page cache, which are read in 0.5 s a GB, it would be 0.35. Indexes store the sum
+(`restore_cost` of `weights/versions.py`), so that another value counts only for deltas that are
+published later.
 """
 RESTORE_BOUND = 3.0
 """The next version is published in full as well (an anchor) where replaying the deltas since the
@@ -46,8 +47,8 @@ No setting of a run changes it.
 class Published:
     """A version as it is now published.
 
-    `weights/publication.py` records all of it as JSON, and requires the fields of its `RECORD`, also of
-    the records of earlier releases.
+    `weights/publication.py` records all of it as JSON, and requires the fields of its `RECORD`,
+    also of the records of earlier releases.
 
     Attributes:
         version: its number.
@@ -167,7 +168,8 @@ def _choose_encoding(chain: Chain, previous: int | None) -> codec.Encoding:
 class _Attempt:
     """One attempt to publish: the files to upload, and the indexes that describe them.
 
-    `describe_full` runs in any case: `adopt_existing` compares with it what another attempt published.
+    `describe_full` runs in any case: `adopt_existing` compares with it what another attempt
+    published.
     """
 
     def __init__(

@@ -9,9 +9,9 @@
 `docs/weights.md` is the protocol.
 
 An index is written once and read by older and newer releases: a field that is added to `Extra` or
-`File` is one that older readers refuse (``extra="forbid"``), and needs another `format`. The tests are
-in `tests/unit/weights/test_protocol.py` and `tests/unit/weights/test_layout.py`, which has a reader of
-its own.
+`File` is one that older readers refuse (``extra="forbid"``), and needs another `format`. The tests
+are in `tests/unit/weights/test_protocol.py` and `tests/unit/weights/test_layout.py`, which has a
+reader of its own.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ Hex = str
 class File(BaseModel, frozen=True, extra="forbid"):
     """A file of the assembled directory.
 
-    Safetensors have a `header`, others the `digest` of all their bytes. Code that asks whether a file
-    is safetensors asks for its `header`.
+    Safetensors have a `header`, others the `digest` of all their bytes. Code that asks whether a
+    file is safetensors asks for its `header`.
     """
 
     size: int = Field(ge=0)
@@ -70,8 +70,8 @@ class Metadata(BaseModel, frozen=True, extra="forbid"):
 class Extra(BaseModel, frozen=True, extra="forbid"):
     """The fields that tuneloop adds, under its own key, which other readers ignore.
 
-    `weights/publish.py` fills them, `describe_full` for full versions and `_describe_delta` for deltas.
-    Readers need `stored_bytes`, too: `weights/restoration.py` chooses by it, and
+    `weights/publish.py` fills them, `describe_full` for full versions and `_describe_delta` for
+    deltas. Readers need `stored_bytes`, too: `weights/restoration.py` chooses by it, and
     `weights/materialize.py: _take_from_cache` computes the size of a delta's file from it.
     """
 
@@ -166,8 +166,8 @@ class Index(BaseModel, frozen=True, extra="forbid"):
     def encode_json(self) -> bytes:
         """Return the bytes of the index in the store; its digest is that of these.
 
-        `weights/materialize.py: _find_cache` names a directory of the cache by them. So another form of
-        the same index is another delta to caches, and to the index after it.
+        `weights/materialize.py: _find_cache` names a directory of the cache by them. So another
+        form of the same index is another delta to caches, and to the index after it.
         """
         text = self.model_dump_json(exclude_none=True, by_alias=True)
         return text.encode()
@@ -395,7 +395,8 @@ def digest_weights(headers: Mapping[str, Hex], checksums: Mapping[str, Hex]) -> 
 
     It is that of lines ``name digest``: first of the safetensors files with the digests of their
     headers, then of the tensors with their checksums, both sorted by name. The text is published
-    (`Extra.readers_digest`), and engines prove their tensors by it (`inference/engines/_tensors.py`).
+    (`Extra.readers_digest`), and engines prove their tensors by it
+    (`inference/engines/_tensors.py`).
     """
     lines: list[str] = []
     for digest_by_name in (headers, checksums):

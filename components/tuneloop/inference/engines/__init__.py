@@ -33,10 +33,11 @@ from tuneloop.formats.rollouts import Completion, Request, TokenId
 class Sampling:
     """Sampling in vLLM's terms, without top-p or top-k.
 
-    It is sent to servers (`inference/http_api.py: GenerateBody`), and one that does not know a field
-    ignores it without a word. Each engine has to heed it: `submit` of `inference/engines/vllm.py`,
-    `_generate_batch` of `inference/engines/transformers.py`. `inference/conformance.py: SAMPLING` and
-    the fact ``sampling`` (`inference/generate.py`) list the fields, too.
+    It is sent to servers (`inference/http_api.py: GenerateBody`), and one that does not know a
+    field ignores it without a word. Each engine has to heed it: `submit` of
+    `inference/engines/vllm.py`, `_generate_batch` of `inference/engines/transformers.py`.
+    `inference/conformance.py: SAMPLING` and the fact ``sampling`` (`inference/generate.py`) list
+    the fields, too.
 
     Attributes:
         temperature: 0 is greedy.
@@ -65,8 +66,8 @@ class EngineReport:
     ``pulled`` and ``refitted``.
 
     Attributes:
-        max_staleness: versions that a token may be older than the policy; not a note, but part of the
-            fact ``staleness`` (`inference/generate.py`).
+        max_staleness: versions that a token may be older than the policy; not a note, but part of
+            the fact ``staleness`` (`inference/generate.py`).
         pulled: timings of the last pull of a published version, by its servers.
         replicas: URL of a server → the ``requests`` that it finished and, if it was ``lost``, why.
         determinism: what decides the bits: ``device``, ``threads``, ``batch_invariant``.
@@ -97,9 +98,9 @@ class Engine(Protocol):
     with its completion.
 
     Engines do not extend it. A member that is added is missing from those of third parties, and
-    `isinstance` then says that they are neither `Remote` nor `Readable`: their tensors are no longer
-    compared, and their restarts no longer proved, without a word. Those that ship are `Vllm`,
-    `Transformers`, `Endpoint`, `Client` and `Replicas`.
+    `isinstance` then says that they are neither `Remote` nor `Readable`: their tensors are no
+    longer compared, and their restarts no longer proved, without a word. Those that ship are
+    `Vllm`, `Transformers`, `Endpoint`, `Client` and `Replicas`.
     """
 
     name: str
@@ -135,8 +136,9 @@ class Engine(Protocol):
 class Remote(Engine, Protocol):
     """An engine in another process, which may die and be restarted while it is used.
 
-    `inference/generate.py` sets both attributes of an engine that has them: `Client` and `Replicas`.
-    `Endpoint` has neither: it demands a version with every request, and checks that of every answer.
+    `inference/generate.py` sets both attributes of an engine that has them: `Client` and
+    `Replicas`. `Endpoint` has neither: it demands a version with every request, and checks that of
+    every answer.
 
     Attributes:
         check: called during a wait for that process; an error that it raises ends the wait.
@@ -153,8 +155,8 @@ class TensorProof:
     """What reading back said of an engine.
 
     A server sends it (`inference/http_api.py: served`), and a client of another release makes it of
-    the fields that arrive (`inference/engines/_client.py: read_back`), which refuses unknown ones and
-    needs those without a default. `inference/proof.py: describe` writes it into manifests.
+    the fields that arrive (`inference/engines/_client.py: read_back`), which refuses unknown ones
+    and needs those without a default. `inference/proof.py: describe` writes it into manifests.
 
     Attributes:
         digest: of the files that the engine's tensors were compared with (`digest_model`).

@@ -138,7 +138,7 @@ def _choose_cpu_defaults(model: Path) -> JsonObject:
         # Layers with a recurrent state share a prefix only between chunks.
         defaults["enable_prefix_caching"] = False
     if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        # vLLM's default would take most of the memory. `argo/memory_estimate.py: CPU_POOL` is the same
-        # number: a pod's memory is estimated with it.
+        # vLLM's default would take most of the memory. `argo/memory_estimate.py: CPU_POOL` is the
+        # same number: a pod's memory is estimated with it.
         defaults["kv_cache_memory_bytes"] = 1 << 30
     return defaults

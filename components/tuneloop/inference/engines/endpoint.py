@@ -57,8 +57,9 @@ class Options(BaseModel, frozen=True, extra="forbid"):
     """``engine_args`` of the engine `endpoint`.
 
     `config/loop.py: max_staleness` reads `max_staleness` where it is set, and takes 0 otherwise.
-    `fleet` is set by the section `engine.weights` (`config/engine_weights.py: RefitFleet`), and is left
-    out of a stage's identity (`inference/generate.py: input_identity`); any other field is part of it.
+    `fleet` is set by the section `engine.weights` (`config/engine_weights.py: RefitFleet`), and is
+    left out of a stage's identity (`inference/generate.py: input_identity`); any other field is
+    part of it.
     """
 
     max_staleness: int = Field(

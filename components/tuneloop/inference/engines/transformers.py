@@ -67,11 +67,12 @@ def check_engine_args(args: JsonMapping, prefix: str = "--engine-args ") -> None
 class Transformers:
     """`Engine` over a `transformers` model.
 
-    Its parameters are the ``engine_args`` that users may set: one that is added needs no other place.
+    Its parameters are the ``engine_args`` that users may set: one that is added needs no other
+    place.
 
     Args:
-        dtype: of weights and arithmetic; ``auto``: float32 on a CPU, the saved dtype on a GPU, as in
-            `inference/chat.py`.
+        dtype: of weights and arithmetic; ``auto``: float32 on a CPU, the saved dtype on a GPU, as
+            in `inference/chat.py`.
         max_model_len: maximum tokens of a sequence; None: the model's own limit.
         max_num_seqs: maximum completions that are generated together.
         attn_implementation: transformers' name of the attention; None: its default.

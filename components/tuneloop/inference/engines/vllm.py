@@ -42,8 +42,8 @@ SNAPSHOT = "snapshot"
 ADDED_ARGS = (DETERMINISTIC, SNAPSHOT)
 """The engine arguments that are tuneloop's own, and true or false.
 
-The section `engine` sets them (`config/engines.py: VllmEngine`), and `argo/memory_estimate.py` reads
-``snapshot``. They are not given to vLLM.
+The section `engine` sets them (`config/engines.py: VllmEngine`), and `argo/memory_estimate.py`
+reads ``snapshot``. They are not given to vLLM.
 """
 RESERVED_ARGS = (
     "model",
@@ -60,8 +60,8 @@ With other values a rollout would not be what its manifest says.
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Fields of a model's configuration that may differ between versions of one policy.
 
-`Vllm.change` refuses a policy that differs in any other. So a field that a newer transformers writes,
-or that the trainer changes, ends a run at the first version that has it, unless it is here.
+`Vllm.change` refuses a policy that differs in any other. So a field that a newer transformers
+writes, or that the trainer changes, ends a run at the first version that has it, unless it is here.
 """
 
 

@@ -1,10 +1,9 @@
 """A fleet behind a Kubernetes Service: ``service://name.namespace:port``, from its EndpointSlices.
 
 The role tuneloop-user may list these (``manifests/namespaced/accounts.yaml``), and so may the
-autoscaler (``manifests/components/rollout-autoscaler``). A stage's pod may not, and finds its fleet by
-DNS (`inference/fleet/dns.py`).
-The id of a worker is its pod's uid: a pod that replaces another under the same address is a new
-worker.
+autoscaler (``manifests/components/rollout-autoscaler``). A stage's pod may not, and finds its fleet
+by DNS (`inference/fleet/dns.py`). The id of a worker is its pod's uid: a pod that replaces another
+under the same address is a new worker.
 """
 
 from collections.abc import Iterator
