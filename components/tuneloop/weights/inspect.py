@@ -23,7 +23,7 @@ from tuneloop.weights.tensors import read_tensors
 from tuneloop.weights.versions import INDEX, Chain, get_version_directory
 
 _VERSION_DIRECTORY = re.compile(r"weight_v(\d+)")
-"""Matches the names that `weights/versions.py: get_version_directory` returns, also of leftovers."""
+"""Matches what `weights/versions.py: get_version_directory` returns, also of leftovers."""
 
 
 @dataclass(frozen=True)
