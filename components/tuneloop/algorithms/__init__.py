@@ -14,4 +14,9 @@ with three methods::
 The step is taken on the sum of ``loss * weight`` over a whole mini-batch, however that is cut into
 micro-batches and dealt to ranks, and on the auxiliary terms of the loss. Preference objectives
 (`preference`) are in `_preference`, shared mathematics in `_terms`.
+
+A file that is added is found by its name, and `config/algorithms.py: list_classes` makes its class
+a section of the settings. The first line of the docstring of its class is the help of that section,
+and stands in ``tests/golden/kfp`` (`make golden`). ``docs/training.md`` lists the algorithms;
+`tests/local/test_parity.py` compares them with TRL.
 """

@@ -1,9 +1,9 @@
-"""What every policy gradient has.
+"""The base class of policy gradients: options, importance weights, a KL term, token weights.
 
-These are options, an importance weight, a KL term, and how tokens are weighed.
-
-`training/mini_batches.py` calls `advantages`, before the first step; `training/policy_gradient.py`
-calls `loss` and `token_weights` in each step.
+`training/mini_batches.py` calls `advantages` once, before the first step. It also reads the options
+`beta`, `kl_in`, `kl_estimator`, `mask_truncated_completions` and `dynamic_sampling` by name, and
+decides by them which completions count: an algorithm cannot give these another meaning.
+`training/policy_gradient.py` calls `loss` and `token_weights` in each step.
 """
 
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ class Completions:
     """A batch of completions, for which advantages are computed.
 
     Attributes:
-        rewards: float32 ``[completions]``; arbitrary where not valid.
+        rewards: float32 ``[completions]``; any value where not valid, so mask before every mean.
         groups: int64 ``[completions]``, 0 … G-1: completions of one prompt.
         valid: bool ``[completions]``, whether the reward is a score.
         lengths: int64 ``[completions]``, the tokens that were sampled.
         targets: int64 ``[completions]``, the tokens that the loss sees.
         kl: float32 ``[targets]``, an estimate for each token of the divergence from the reference;
-            None without one.
+            None unless `PolicyGradient.kl_in` is ``reward`` and `beta` is not 0.
     """
 
     rewards: Tensor
@@ -50,9 +50,9 @@ class Tokens:
         old: of the policy before the first step on these completions, by the trainer.
         advantages: the result of `PolicyGradient.advantages`.
         sequence: int64, 0 … n-1, the completion a token belongs to.
-        engine: of the version that sampled the token, by the engine; None: no correction, and no
-            metrics of it.
-        reference: of the reference policy; None: no KL term.
+        engine: of the version that sampled the token, by the engine. `training/policy_gradient.py`
+            always has it; None (in tests): no correction, and no metrics of it.
+        reference: of the reference policy; None, where `beta` is 0: no KL term.
     """
 
     logprobs: Tensor
@@ -69,7 +69,10 @@ class LossOutput:
 
     Attributes:
         per_token: float32 ``[targets]``, the loss of each token before `token_weights`.
-        metrics: detached tensors by name, ``[targets]`` each; means over tokens are logged.
+        metrics: detached tensors by name, ``[targets]`` each; the mean over tokens is logged under
+            each name. ``loss``, ``entropy`` and the names of `RESERVED_METRICS` in
+            `training/policy_gradient.py` are taken. `runs/alarms.py` and the page
+            (``ui/static/dom.js``: ``QUANTITIES``, ``run.js``: ``FIRST``) know metrics by name.
         batch_terms: auxiliary losses by name, float32 ``[]`` each, with gradient: the mean over the
             micro-batch's target tokens, not weighed by `token_weights`. The step adds each term in
             proportion to the micro-batch's share of the mini-batch's target tokens, so that the sum
@@ -84,10 +87,13 @@ class LossOutput:
 class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     """``Σ weight · (-w · surrogate + β · ratio · KL)``, with options that all algorithms share.
 
+    `grpo` and the algorithms that extend it, `rloo` and `reinforce_plus_plus` inherit a field or a
+    changed method from here, unless they override it.
+
     Attributes:
-        needs_every_completion: a subclass whose auxiliary losses are also of completions without an
-            advantage sets it. Otherwise these, as in a group of equal rewards, do not go through
-            the model at all.
+        needs_every_completion: a subclass sets it if its auxiliary losses are of completions
+            without an advantage, too. By default these, such as those of a group of equal rewards,
+            do not go through the model (`training/mini_batches.py`: `_mark_use`).
     """
 
     needs_every_completion: ClassVar[bool] = False
@@ -111,6 +117,9 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         description="tokens by which seq-mean-token-sum-norm divides; it limits no completion, as "
         "rollout.max_tokens does",
     )
+    # A subclass keeps the default 0: `argo/memory_estimate.py` counts the reference policy only
+    # where a run sets `beta`, as the parameters of a stage have no defaults
+    # (`training/algorithm_lookup.py`: `list_stage_parameters`).
     beta: float = Field(
         0.0, ge=0, description="weight of the KL divergence to the reference; 0: none"
     )
@@ -180,7 +189,9 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         Returns:
             The loss without auxiliary terms. Its metrics are ``ratio``, ``clip_fraction`` (0 or 1),
             and if their inputs are given ``kl``, ``logprob_gap`` (absolute difference of engine and
-            trainer), ``importance_weight`` (ratio before bounds) and ``rejected`` (0 or 1).
+            trainer, in nats), ``importance_weight`` (ratio before bounds) and ``rejected`` (0 or
+            1). `Tally` of `training/policy_gradient.py` computes two more of ``logprob_gap`` and
+            ``importance_weight``: an override of this method has both or neither.
         """
         ratio = self.ratio(tokens)
         gain, outside = self.surrogate(ratio, tokens)
@@ -218,8 +229,8 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         """Compute the weight of each token of a completion in the mean over a mini-batch.
 
         Args:
-            targets: int64 ``[completions]``, the target tokens of every completion of the
-                mini-batch, on all ranks.
+            targets: int64 ``[completions]``, the number of target tokens of every completion of
+                the mini-batch that counts (`training/mini_batches.py`: `_mark_use`), on all ranks.
 
         Returns:
             Float32 ``[completions]``.

@@ -5,6 +5,9 @@ It knows completions only by their log-ratio to the reference.
 `stages/preference.py` calls `loss` and `measures` for each micro-batch, whose pairs lie side by
 side: chosen, rejected, chosen, rejected. Of the measures it logs those that its `METRICS` names: a
 further one has to be added there, too.
+
+The backend `trl` trains only the algorithms that `training/backends/trl.py: LOSSES` lists, and
+gives their options to TRL as they are: an option that TRL has keeps TRL's name.
 """
 
 from dataclasses import dataclass
@@ -41,7 +44,11 @@ class Preference(BaseModel, frozen=True, extra="forbid"):
     """A loss of pairs; implicit rewards are ``β · ratio``."""
 
     needs_kl: ClassVar[bool] = False
-    """Whether `Judged.kl` must be estimated, from completions of other prompts."""
+    """Whether `Judged.kl` must be estimated, from completions of other prompts.
+
+    `reference_logprobs` scores those only if its parameter `mismatched_pairs` says so, which
+    `pipelines/dpo.py` sets for the algorithm named ``kto`` alone.
+    """
 
     beta: float = Field(0.1, gt=0, description="strength of the pull to the reference")
 

@@ -4,8 +4,9 @@ Tensors are float32 over target tokens, ``[targets]``, unless stated otherwise. 
 ``[targets]``, is the completion that each token belongs to. No algorithm imports torch at the head
 of its file, so that its options can be checked where torch is not installed.
 
-A term that is used by two algorithms belongs here. Changing one changes the bits of every run that
-goes on.
+A term that is used by two algorithms belongs here. A change of one changes the results of every run
+that is continued with the new code. `estimate_kl` is also called by `training/mini_batches.py`,
+`clip_surrogate` by `extensions/gateway/resident.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ else:
     Tensor = Any
 
 EPSILON = 1e-4
-"""What is added to a standard deviation, as TRL does."""
+"""Added to each standard deviation that divides, as TRL does, here and in `algorithms/rloo.py`."""
 LOG_LIMIT = 20.0
-"""Log-ratios beyond this are clamped before exp."""
+"""In nats: `compute_importance_weights` clamps log-ratios of trainer and engine to ± this."""
 
+# A further value of the types below needs a branch in the function that reads it, which takes
+# unknown values for the last one that it knows: `estimate_kl`, `compute_importance_weights` (by the
+# first and the last word of the name), `group_relative`, and `PolicyGradient.token_weights` of
+# `algorithms/_objective.py`.
 Estimator = Literal["k1", "k2", "k3"]
 Correction = Literal[
     "none",

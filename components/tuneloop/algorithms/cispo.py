@@ -11,7 +11,7 @@ class Algorithm(grpo.Algorithm):
     """``min(r, epsilon_high) A log π`` with a detached ratio.
 
     TRL: ``loss_type="cispo"``. There as here `epsilon_high` is the bound itself (ScaleRL,
-    arXiv 2510.13786, takes 5), and nothing bounds it below.
+    arXiv 2510.13786, takes 5), and nothing bounds it below: `epsilon` and `delta` have no effect.
     """
 
     epsilon_high: float | None = Field(5.0, gt=0, description="bounds the ratio")

@@ -1,6 +1,8 @@
 """DAPO (arXiv 2503.14476): clipped higher above than below, dynamic sampling, overlong punishment.
 
-Its loss is the mean over tokens.
+Its loss is the mean over tokens. It extends `algorithms/grpo.py` by other defaults and by the
+punishment. What `dynamic_sampling` does is in `training/mini_batches.py: _mark_use`, over-sampling
+in `training/samples.py: select_groups`.
 """
 
 from dataclasses import replace

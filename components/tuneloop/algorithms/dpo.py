@@ -1,4 +1,8 @@
-"""Direct preference optimization (arXiv 2305.18290)."""
+"""Direct preference optimization (arXiv 2305.18290).
+
+It is the default of `preference` (`stages/preference.py`). The options have TRL's names:
+`training/backends/trl.py` passes them on.
+"""
 
 from pydantic import Field
 

@@ -1,7 +1,8 @@
 """Group relative policy optimization (arXiv 2402.03300).
 
 A completion's baseline is its group's mean reward. The classes of dapo, dr_grpo, gspo and cispo
-extend the one here: what changes in it changes in them, unless they override it.
+extend the one here: what changes in it changes in them, unless they override it. It is the default
+of `policy_update` (`stages/policy_update.py`).
 """
 
 from pydantic import Field

@@ -1,4 +1,8 @@
-"""GSPO (arXiv 2507.18071): ratio and clip belong to the completion, as the reward does."""
+"""GSPO (arXiv 2507.18071): ratio and clip belong to the completion, as the reward does.
+
+It extends `algorithms/grpo.py` by defaults alone: `PolicyGradient.ratio`
+(`algorithms/_objective.py`) computes the ratio of either level.
+"""
 
 from typing import Literal
 

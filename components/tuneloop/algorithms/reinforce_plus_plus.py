@@ -1,6 +1,7 @@
 """REINFORCE++ (arXiv 2501.03262): no critic and no group.
 
-Advantages are whitened over all tokens of the batch.
+Advantages are whitened over all tokens of the batch. The KL is subtracted token by token, so that
+`PolicyGradient.shaped` (`algorithms/_objective.py`), which subtracts its sum, is not used.
 """
 
 from typing import Literal

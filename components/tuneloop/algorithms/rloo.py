@@ -10,7 +10,10 @@ from tuneloop.algorithms._terms import Tensor
 
 
 class Algorithm(PolicyGradient):
-    """The ratio is that of the completion, the product over its tokens. TRL: RLOOTrainer."""
+    """The ratio is that of the completion, the product over its tokens. TRL: RLOOTrainer.
+
+    `importance_sampling_level` has no effect, as `ratio` is overridden.
+    """
 
     kl_estimator: _terms.Estimator = "k1"
     kl_in: Literal["loss", "reward"] = "reward"

@@ -12,11 +12,12 @@ from fractions import Fraction
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.environments import Call, Environment, Reply, parse_tool_calls
 
-# `tuneloop probe` sends its attacks there.
+# `tuneloop probe` sends its attacks there. `_answer_call` knows the same names.
 TOOL = ("calculator", "expression")
 """The tool's name, and its argument that holds what the policy writes."""
 LONGEST = 200
-"""Characters of an expression."""
+"""The maximum characters of an expression, which bounds its depth and the size of its numbers."""
+# Without a power, whose value could have more digits than there is memory for.
 BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

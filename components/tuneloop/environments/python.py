@@ -2,7 +2,9 @@
 
 Each call runs as a program of its own in `tuneloop.rewards.sandbox`, as with the reward ``code``,
 and the policy reads what it printed. A turn without a call is the final answer; the rewards of the
-row judge it.
+row judge it. The tests are `tests/unit/rewards/test_code.py`,
+`tests/unit/inference/test_episodes.py` and, for a remote sandbox,
+`tests/unit/inference/test_sandbox_server.py`.
 """
 
 from dataclasses import replace
@@ -15,7 +17,7 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.environments import Call, Environment, Reply, parse_tool_calls
 from tuneloop.rewards.sandbox import Limits, check_sandbox, run_in_sandbox
 
-# `tuneloop probe` sends its attacks there.
+# `tuneloop probe` sends its attacks there. `Python._answer_call` knows the same names.
 TOOL = ("python", "code")
 """The tool's name, and its argument that holds what the policy writes."""
 
@@ -84,6 +86,7 @@ class Python:
             return Reply(escape=ending.door)
         # The sandbox keeps a byte more than the limit, which shows that there was more.
         lines = [ending.stdout[: self.limits.output].rstrip("\n")]
+        # By `Kind` of `rewards/sandbox`: a kind that is not here, as ``done``, gets no line.
         problems = {
             "error": ending.error or "it failed",
             "output": "more output than is kept",

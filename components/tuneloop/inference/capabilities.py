@@ -1,12 +1,13 @@
 """What an engine can do, as settings, graphs and pods have to know it.
 
 The module of each engine in `tuneloop.inference.engines` states it as ``CAPABILITIES``. Ask these
-flags and do not compare the name of an engine: another engine may have the same abilities. What the
-servers of an engine can do beside is said by the class of its settings (`tuneloop.config.engines`),
-which has a key for it or none.
+flags and do not compare the name of an engine: another engine may have the same abilities. What
+else the servers of an engine can do, the class of its settings says (`tuneloop.config.engines`): it
+has a key for each ability. `config/engines.py` refuses an engine whose class and flags do not
+agree.
 
-Readers: the settings (`config/engines.py`, `config/followed.py`), the graphs, by the servers that
-these give them, and `argo/pod_fields.py` for the pod's device.
+Readers: the settings (`config/engines.py`, `config/followed.py`, `config/choices.py`), the graphs
+(`argo/loop.py`, `argo/template.py`), and `argo/pod_fields.py` for the pod's device.
 """
 
 from dataclasses import dataclass
@@ -33,8 +34,9 @@ class Capabilities:
 def find_capabilities(kind: str) -> Capabilities:
     """Find the capabilities of the engine `kind`, which is a setting's ``engine.kind``.
 
-    An engine of a third party counts as one with the defaults unless its entry point names a whole
-    module that states them: only the image of its stages needs to have any other.
+    An engine of a third party counts as one with the defaults, unless its entry point names a whole
+    module that states them. The code of any other need not be installed here, only in the image of
+    its stages.
 
     Raises:
         UserError: the module of a third party's engine cannot be imported.

@@ -2,9 +2,10 @@
 
 This is for people who try a model. What is measured or trained on is sampled by an engine
 (`tuneloop.inference.engines`), token by token and with proofs. Prompts, stop ids and decoding are
-those of the engines, so that a person sees what `evaluate` scored.
+those of the engines (`formats/tokens.py`), so that a person sees what `evaluate` scored.
 
-`tuneloop generate` is its only caller: nothing that it computes is stored.
+`tuneloop generate` is its only caller (`cli/generate.py`): nothing that it computes is stored. The
+tests are `tests/unit/cli/test_generate.py`.
 """
 
 import json
@@ -20,12 +21,12 @@ from tuneloop.formats.chat_forms import Message
 from tuneloop.formats.tokens import decode_ids, encode_prompt, load_tokenizer, stop_ids
 
 HALF_CHARACTER = "\ufffd"
-"""What the bytes of a character become as long as some are missing."""
+"""What a tokenizer decodes the bytes of a character to as long as some are missing."""
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How answers are sampled.
+    """How answers are sampled, as the options of `tuneloop generate` say (`cli/generate.py`).
 
     Attributes:
         max_tokens: the most tokens of an answer.

@@ -8,7 +8,9 @@ can be forgotten, except one that a client requests (`EngineLoop.pause`, for a f
 refitted). An idle loop sleeps.
 
 `inference/server.py` starts it, `inference/http_api.py` and `inference/follower.py` put commands
-into it, each from other threads. All that touches the engine has to go through `call`.
+into it, each from other threads. All that touches the engine has to go through `call`; only the
+attributes of `ServedEngine` and `count_requests` may be read from other threads. The tests are
+`tests/unit/inference/test_batches.py` and `tests/unit/inference/test_serve.py`.
 """
 
 import queue
@@ -29,7 +31,10 @@ from tuneloop.inference.served import Answer, ServedEngine, Tokens
 from tuneloop.sharing.snapshot import SnapshotFailed
 
 Mode = Literal["wait", "keep"]
-"""What becomes of running requests when weights change, in vLLM's words."""
+"""What becomes of running requests when weights change, in vLLM's words: they finish first
+(``wait``), or go on with the new weights (``keep``). `inference/server.py` lists both for its
+option ``--pause``.
+"""
 Emit = Callable[[int, Any], None]
 """The answers to a group of requests go to this function, as `Ticket.emit` has it."""
 P = ParamSpec("P")
@@ -53,7 +58,11 @@ class Ticket:
 
     @property
     def keys(self) -> list[str]:
-        """The engine's names of its completions that are not emitted yet."""
+        """The engine's names of its completions that are not emitted yet.
+
+        `EngineLoop.generate` submits under the same names, and `EngineLoop._finish` takes them
+        apart.
+        """
         keys: list[str] = []
         for index, group in self.waiting.items():
             for sample in range(len(group)):
@@ -64,14 +73,18 @@ class Ticket:
 class EngineLoop(threading.Thread):
     """Serves an engine to many callers.
 
-    Any thread may use `call`, `cancel`, `stop` and `trouble`; `call` runs the other methods on this
-    thread.
+    Any thread may use `call`, `cancel`, `stop` and `trouble`. All other methods run on the loop's
+    own thread, by `call`.
 
     Attributes:
         failed: called once the engine has failed and the process can serve no more.
         change_phase: called when the engine goes to sleep (True) or wakes up (False).
-        broken: why the engine has failed, or empty.
+        broken: why the engine has failed, or empty. It is never unset: the process ends
+            (`inference/server.py`), and is started again.
+        asleep: whether the engine has released its device's memory.
         waking: whether it is asleep, or awake without weights.
+        paused: whether a client has paused generation. Neither a change of weights nor sleep ends a
+            pause.
     """
 
     def __init__(self, engine: ServedEngine) -> None:
@@ -120,7 +133,8 @@ class EngineLoop(threading.Thread):
 
         Returns:
             Seconds: ``drain``, until running requests have ended; then ``change`` and ``check``,
-            the pause, in which nothing is stepped.
+            the pause, in which nothing is stepped. `inference/follower.py: _describe_pull` reads
+            these names.
 
         Raises:
             UserError: the engine refuses the model, and serves what it served before.
@@ -247,7 +261,8 @@ class EngineLoop(threading.Thread):
     def call(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Future[Result]:
         """Queue `work` for the engine's thread, which runs it between two steps.
 
-        `generate` waits until a pause or sleep is over.
+        `generate` waits until a pause or sleep is over. It alone does: any other work runs at once,
+        also while the engine sleeps.
         """
         answer: Future[Result] = Future()
 

@@ -6,6 +6,10 @@ proved in a directory beside the engine. Only then does the engine pause, change
 tensors read back, and go on. A failure before the change leaves the old version served; one in the
 change poisons the engine, and the directory is rebuilt from a full version. The version served is
 announced below the root, so that it is kept there (`tuneloop.weights.live`).
+
+`inference/server.py` starts it with ``--weights``, and `inference/http_api.py` asks it in place of
+the loop to load and to verify. The tests are `tests/unit/inference/test_follow.py` and
+`tests/local/test_pull.py`.
 """
 
 import os
@@ -33,6 +37,11 @@ from tuneloop.weights.versions import Chain
 class Follower(threading.Thread):
     """Keeps an engine at the latest version below a root.
 
+    A pull is recorded by `_describe_pull`: `weights/live.py: PULL` lists the fields that
+    `runs/delivery.py` requires. ``fetch_s`` and ``apply_s`` are named by the timings of
+    `materialize_version`, ``drain_s``, ``change_s`` and ``check_s`` by those of
+    `EngineLoop.change`.
+
     Args:
         loop: of the engine.
         root: URL below which versions are published.
@@ -44,7 +53,8 @@ class Follower(threading.Thread):
 
     Attributes:
         trouble: why the latest version is not served, or empty.
-        pulled: seconds, bytes and tensors of the last pull.
+        pulled: seconds, bytes and tensors of the last pull, as `_describe_pull` returns them; empty
+            while a pull changes the engine.
         changing: the version that the engine changes to, until its weights are verified; else -1.
     """
 
@@ -68,7 +78,8 @@ class Follower(threading.Thread):
         self.pulled: JsonObject = {}
         self.changing = -1
         self._wake = threading.Event()
-        # Only one thread changes the engine, or reads its tensors, at a time.
+        # Only one thread changes the engine, or reads its tensors, at a time. It is taken before
+        # `loop.call`, never on the engine's thread, which would wait for itself.
         self._lock = threading.RLock()
         self._latest_ref = ""
         self._stopping = False
@@ -216,6 +227,9 @@ class Follower(threading.Thread):
 
 def prove_tensors(engine: ServedEngine, model: Path) -> Readback:
     """Verify that the engine holds every tensor in `model`.
+
+    It is stricter than a server that loads checkpoints (`inference/http_api.py: change_policy`),
+    which accepts tensors that cannot be read back.
 
     Raises:
         RuntimeError: some differ, or cannot be read.

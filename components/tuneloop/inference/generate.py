@@ -1,8 +1,12 @@
 """What `rollout` and `evaluate` share: completions of prompts that provably came from a policy.
 
-The order is fixed: requests, `load`, proofs, and only then samples. What is left in the stage's
-facts is read by the trainer (`RewardFacts` of `formats/facts.py`, as the stage reward passes facts
-on) and by reports.
+The order is fixed: requests, `load`, proofs, and only then samples.
+
+`generate_completions` sets facts of the stage. The stage reward passes them on, the trainer reads
+them (`formats/facts.py: RewardFacts`), and so do `runs/delivery.py` (``staleness``) and
+`runs/run_record.py` (``sampling``). A manifest's digest covers its facts, but not its notes and
+timings: what differs from one attempt to the next belongs in notes or timings. The tests are
+`tests/unit/stages/test_rollout.py` and `tests/unit/stages/test_evaluate.py`.
 """
 
 import contextlib
@@ -37,7 +41,12 @@ from tuneloop.inference.proof import Proof, StaleWeights, prove_weights
 from tuneloop.inference.rounds import Rounds
 
 COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")
-"""The columns of prompts that are read, as `data_prep` writes them."""
+"""The columns of prompts that are read, as `data_prep` writes them (`data/tables.py`).
+
+Prompts without one of them are refused (`formats/rollouts.py: open_rows`), also those of earlier
+releases: a column that is added goes into `OPTIONAL_COLUMNS` of `formats/rows.py`. Rows of
+demonstrations get the same keys by hand, in `inference/held_out.py: _split_demonstration`.
+"""
 
 SHARED_FLAGS = (
     "max_tokens",
@@ -50,13 +59,22 @@ SHARED_FLAGS = (
     "engine_args",
     "timeout_s",
 )
-"""Flags of all stages that sample, listed after a stage's own flags."""
+"""Flags of all stages that sample, listed after a stage's own flags.
+
+A field of `SamplingOptions` that is neither here nor in the `flags` of `stages/rollout.py` and
+`stages/evaluate.py` cannot be set: it always has its default. `config/loop.py: INHERITED` lists
+those of `evaluate` that follow `rollout`, `SET_BY_PIPELINE` of `config/pipeline.py` those that a
+pipeline sets.
+"""
 
 
 class SamplingOptions(EpisodeOptions):
     """The parameters of a stage that samples.
 
-    Each stage adds its own fields, and lists all in order in `flags`.
+    Each stage adds its own fields, and lists all in order in `flags`. One that changes what is
+    sampled belongs in `stages/rollout.py: _shared_options`, too, or groups that are carried on are
+    completed under another value. Descriptions and defaults stand in ``docs/components``
+    (`make golden`).
     """
 
     engine: str = Field("vllm", description="vllm, transformers, or a dotted path")
@@ -89,7 +107,8 @@ class SamplingOptions(EpisodeOptions):
 def input_identity(params: Any) -> JsonObject:
     """Return the parameters that affect the output.
 
-    The fleet's URL does not: it is an address, as `endpoint` is.
+    The fleet's URL does not: it is an address, as `endpoint` is. Any other of the engine's
+    arguments does; one that is an address only has to be left out here.
     """
     args = dict(params.engine_args)
     args.pop("fleet", None)
@@ -105,6 +124,8 @@ def sampling_stage(
         kind: of the artifact that the stage commits.
         role: of the stage in a loop.
         results: names of the stage's results, and their types.
+
+    By its image ``rollout`` `argo/pod_fields.py` gives a stage the pod of a sampler.
     """
     return component(
         kind,
@@ -122,7 +143,10 @@ class Job:
 
     Attributes:
         rows: of prompts. With `rounds` they begin with those of unfinished groups.
-        groups: the name of each row's group.
+            `generate_completions` changes `rows` and `groups` in place, where prompts do not fit
+            (`inference/prompt_room.py`): callers read both afterwards.
+        groups: the name of each row's group, by which its seeds are derived (`_make_request`):
+            another name gives other completions.
         n: completions of a prompt.
         options: of the stage; it plays episodes if they name an environment.
         rounds: completions grow in these, if there are any.
@@ -190,7 +214,7 @@ def generate_completions(
     tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)
     tokens -= job.rounds.unfinished_tokens if job.rounds else 0
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
-    # Of several replicas and restarts, the batch is proved as well as by the worst.
+    # Of the proofs of several replicas and restarts the weakest is stated.
     weakest = min(proofs, key=lambda proof: (proof.is_by_tensors, -proof.mean))
     stage.facts.update(
         version=VersionFacts.read(policy).version,
@@ -247,6 +271,8 @@ def _sample(
     bound: int,
 ) -> Sequence[Sequence[Completion]]:
     """Sample completions in rounds, in one call, or in turns with an environment.
+
+    With rounds there is no environment: `stages/rollout.py` refuses both together.
 
     `bound`: versions that a new token may be older than the policy.
     """

@@ -1,9 +1,8 @@
-"""Checks of every request before the application sees it.
+"""Check every request before the application sees it: its token, size, and the time of its headers.
 
-They are of its token, of the size of its body, and of the time until its headers have arrived.
-
-The rollout server and the sandbox server put it before their applications. The gateway has a guard
-of its own (`extensions/gateway/access.py`), as it knows callers by name.
+The rollout server and the sandbox server put `TokenGuard` before their applications. The gateway
+has a guard of its own (`extensions/gateway/access.py`), as it knows callers by name.
+`TimedProtocol` serves them all (`UVICORN` in `inference/server.py`).
 """
 
 import asyncio
@@ -21,7 +20,12 @@ from tuneloop.core.server_token import VARIABLE, read_tokens
 from tuneloop.inference import refusals
 
 HEADERS_S = 20.0
-"""Seconds within which a new connection must send a request with a token."""
+"""Seconds within which a new connection must send a request with a token.
+
+Whoever checks tokens marks a request that has one by the key ``caller`` of its ASGI state, which
+`TimedProtocol` reads: `TokenGuard` here, `extensions/gateway/app.py` and
+`extensions/gateway/worker.py` there.
+"""
 STRANGERS = 1024
 """The maximum number of open connections without a token.
 
@@ -37,7 +41,8 @@ class TokenGuard:
     Args:
         app: the ASGI application behind it.
         open_paths: paths that need no token.
-        max_bytes: called with the path; returns the maximum bytes of a body.
+        max_bytes: called with the path; returns the maximum bytes of a body. It holds for open
+            paths, too.
     """
 
     def __init__(
@@ -94,7 +99,8 @@ class TimedProtocol(H11Protocol):
     token send it at once. Addresses tell nothing: behind a proxy all peers have one.
 
     Attributes:
-        strangers: connections without a token so far, the oldest first, with their timers.
+        strangers: connections without a token so far, the oldest first, with their timers; of all
+            servers of the process.
         had_token: whether the last request that was answered had a token; the next one may not have
             been checked yet.
     """

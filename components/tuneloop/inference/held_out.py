@@ -1,7 +1,7 @@
 """Completions of held-out demonstrations, for data that has no prompts with answers to score.
 
 `evaluate` calls it in place of scoring. The loss on the same demonstrations is that of
-`training/held_out.py`.
+`training/held_out.py`. The tests are in `tests/unit/stages/test_evaluate.py`.
 """
 
 import json
@@ -20,10 +20,15 @@ from tuneloop.inference import generate
 from tuneloop.inference.prompt_room import Spares
 
 REFERENCES = {"sft_eval": "completion", "preference_eval": "chosen"}
-"""Split of held-out demonstrations or pairs → the column with the text that is expected."""
+"""Split of held-out demonstrations or pairs → the column with the text that is expected.
+
+The first split that has rows is taken. The splits are those of `data/sizes.py: SPLITS`, the columns
+those of `data/tables.py`.
+"""
 SAMPLED = 16
 """Demonstrations whose prompts are completed: people read them, and nothing is measured on them."""
 COLUMNS = ("id", "prompt", "chat")
+"""Columns that are read beside the reference; the optional ones of `formats/rows.py` are, too."""
 
 
 def is_prompts(artifact: Artifact) -> bool:
@@ -98,6 +103,9 @@ def _split_demonstration(row: JsonMapping, reference: str | None) -> JsonObject:
 
     Of a whole conversation (no `reference`) the prompt is what comes before the assistant's last
     message.
+
+    The row has the keys of `generate.COLUMNS`, which `generate_completions` and
+    `build_reward_inputs` (`formats/rollouts.py`) read.
     """
     prompt = row["prompt"]
     if reference is None:

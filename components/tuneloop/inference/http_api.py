@@ -3,8 +3,16 @@
 docs/weights.md has its routes and refusals. All but ``/health`` and ``/metrics`` need the run's
 token, where there is one (`tuneloop.core.server_token`).
 
-It is an interface to other programs, too, as a fleet's own client: routes and fields may be added,
-and stay. `inference/server.py` starts it; `engines/_client.py` is our client.
+It is an interface to other programs, too, such as a fleet's own client: routes and fields may be
+added, and none is removed or renamed. `inference/server.py` starts it.
+
+Clients of ours are `inference/engines/_client.py`, `inference/engines/endpoint.py` (only
+``/generate``), `inference/fleet/__init__.py` (``/engine/…``), `cluster/autoscaler.py`
+(``/metrics``) and `inference/conformance.py`. A client may be older or newer than its server:
+`GenerateBody` says what an older server does with a new field of a request, `_describe_completion`
+what an older client does with a new field of an answer. ``docs/weights.md`` lists the routes; the
+tests are `tests/unit/inference/test_client.py`, `tests/unit/inference/test_shared.py` and
+`tests/unit/inference/test_fuzz.py`.
 """
 
 import asyncio
@@ -42,20 +50,30 @@ ALWAYS = ("ids", "logprobs")
 OPEN = ("/health", "/metrics")
 """Paths that need no token: kubelets, Prometheus and autoscalers have none."""
 BATCH_BYTES = 2**22
-"""Maximum bytes of a body of ``/generate``, unless one prompt needs more."""
+"""Maximum bytes of a body of ``/generate``, unless one prompt needs more.
+
+`inference/engines/_client.py: TOKENS` keeps its requests below it.
+"""
 ORDER_BYTES = 2**16
 """Maximum bytes of any other body."""
 ID_BYTES = 8
-"""Maximum bytes of a token id in a body."""
+"""Maximum bytes of a token id in a body: one prompt as long as the engine's context always fits."""
 WAIT_S = 600.0
 """The maximum seconds that a request waits while the engine sleeps, wakes up or is paused."""
 Status = dict[str, str]
 """The answer of a route that only says what it did."""
 Version = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+"""A version of weights: 32 bits, as in the column ``policy_versions``
+(`formats/rollouts.py: SCHEMA`).
+"""
 
 
 class GenerateBody(BaseModel):
-    """The requests to generate for, and the versions that may answer them."""
+    """The requests to generate for, and the versions that may answer them.
+
+    A field that is not known here, nor in `Request` and `Sampling`, is ignored without a word: a
+    newer client must not rely on it.
+    """
 
     requests: list[Request] = Field(min_length=1, max_length=2**16)
     sampling: Sampling = Sampling()
@@ -70,9 +88,11 @@ class HttpApi:
     """The HTTP side of an `EngineLoop`.
 
     Attributes:
+        loop: of the engine.
         follower: pulls published versions; None: clients load checkpoints.
         attempts: the store that counts this server's starts without an answer; None once it has
             given one.
+        loading: held while a checkpoint is loaded, so that one load at a time waits for `used`.
         used: set once a client has generated with the weights that it loaded.
         reserved: the version and digest that was loaded last, which no other replaces before
             `reserved_until` unless it was used.
@@ -120,14 +140,19 @@ class HttpApi:
     def limit_body(self, path: str) -> int:
         """Return the maximum bytes of a body.
 
-        Parsing it (100 ms for 4 MiB of token ids) delays all other requests.
+        Parsing it (100 ms for 4 MiB of token ids) delays all other requests. A route that is added
+        has `ORDER_BYTES`, unless it gets a limit here.
         """
         if path != "/generate":
             return ORDER_BYTES
         return ORDER_BYTES + max(BATCH_BYTES, ID_BYTES * self.loop.engine.context)
 
     def served(self) -> JsonObject:
-        """Describe the version that is served, and how it came here."""
+        """Describe the version that is served, and how it came here.
+
+        `Client._load` of `inference/engines/_client.py` reads it, and makes ``tensors`` a
+        `TensorProof`. ``pulled`` becomes a note of the stage (`EngineReport`).
+        """
         engine = self.loop.engine
         status: JsonObject = {
             "version": engine.version,
@@ -163,7 +188,10 @@ class HttpApi:
         return self.served()
 
     async def metrics(self) -> PlainTextResponse:
-        """Answer in Prometheus' format, under the names that vLLM's own server has."""
+        """Answer in Prometheus' format, under the names that vLLM's own server has.
+
+        `cluster/autoscaler.py: REQUESTS` reads them, from servers of any engine.
+        """
         running, waiting = self.loop.engine.count_requests()
         return PlainTextResponse(
             f"vllm:num_requests_running {running}\nvllm:num_requests_waiting {waiting}\n"
@@ -399,7 +427,11 @@ def _fetch(ref: str) -> Artifact:
 
 
 def _describe_completion(completion: Completion) -> JsonObject:
-    """Return a completion as JSON, without fields that were not requested."""
+    """Return a completion as JSON, without fields that were not requested.
+
+    Clients refuse a field that their `Completion` does not have: one that is added has to be empty,
+    and so left out, unless the request asks for it.
+    """
     fields = asdict(completion)
     return {
         name: field for name, field in fields.items() if name in ALWAYS or field not in ([], None)

@@ -5,8 +5,10 @@ engine in the turns before and the encoded reply: no sampled token is ever token
 pass over the whole list gives every turn's log-probabilities, and all that `policy_update` needs to
 know is which tokens were sampled.
 
-`inference/generate.py` calls `play_episodes` in a stage, `local/probe.py` a single environment. The
-trainer reads `Episode.mask` as the column ``loss_mask``.
+`inference/generate.py` calls `play_episodes` in a stage. `local/probe.py` opens a single
+environment by `EpisodeOptions.open_environment`. The trainer reads `Episode.mask` as the column
+``loss_mask`` (`formats/rollouts.py: SCHEMA`). The tests are
+`tests/unit/inference/test_episodes.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +51,11 @@ def _find_factory(name: str, args: JsonMapping, prefix: str = "") -> Callable[..
 
 
 class EpisodeOptions(Options):
-    """How episodes go."""
+    """How episodes go: options of `rollout` and `evaluate`.
+
+    A field that is added is a flag only once `SHARED_FLAGS` of `inference/generate.py` lists it,
+    and `evaluate` follows the setting of `rollout` only where `config/loop.py: INHERITED` does.
+    """
 
     environment: Annotated[str, plugins.validate_variant("environments")] | None = Field(
         None,
@@ -85,7 +91,8 @@ class _LiveEpisode:
     """An episode that has not ended.
 
     Attributes:
-        id: the name of its group and the number of its sample.
+        id: the name of its group and the number of its sample, as `formats/rollouts.py: request_id`
+            writes it. `inference/engines/_replicas.py: _find_replica` reads the group from it.
         prompt: ids of the first prompt.
         environment: of this episode alone.
         is_chat: whether replies are messages of a chat.
@@ -131,7 +138,11 @@ class _LiveEpisode:
         self.mask += [is_sampled] * len(ids)
 
     def finish(self) -> Episode:
-        """Return the episode as an engine's completion."""
+        """Return the episode as an engine's completion.
+
+        Rewards read its facts as ``metadata["environment"]``
+        (`formats/rollouts.py: build_reward_inputs`).
+        """
         facts: JsonObject = {"turns": self.turns, "reward": self.reward}
         if self.escape:
             facts["escape"] = self.escape

@@ -2,8 +2,10 @@
 
 Others take their place, the same ones at every attempt of a stage.
 
-The rule for dropped rows is the data's (`formats/too_long.py`); `base_model` has counted the same
-prompts before anything was trained (`formats/prompt_lengths.py`).
+The rule for dropped rows is the data's (`formats/too_long.py`). `base_model` counts the same
+prompts before anything is trained (`formats/prompt_lengths.py: check_prompts`): both have to count
+alike, or a run that it accepted ends here. `inference/generate.py` is the only caller;
+`tests/unit/stages/test_too_long.py` has the tests.
 """
 
 from collections.abc import Callable, Iterator, MutableSequence
@@ -20,14 +22,15 @@ from tuneloop.formats.too_long import SHOWN, LengthPolicy
 
 @dataclass(frozen=True)
 class Spares:
-    """What becomes of prompts that do not fit.
+    """What becomes of prompts that do not fit: `stages/rollout.py`, `stages/evaluate.py` and
+    `inference/held_out.py` make one each.
 
     Attributes:
         rows: rows that take their place, in the order in which they are taken. They are a function
             of the seed and the batch.
         rule: what the data says about rows that are too long.
-        total: rows that a share of dropped ones is computed of; 0: any number may be replaced, as a
-            batch is a sample and `base_model` has checked the whole.
+        total: the number of rows of which `rule` limits the dropped share; 0: any number may be
+            replaced, as the batch of `rollout` is a sample and `base_model` has checked the whole.
         required: raise an error if the rows run out; otherwise the batch gets smaller.
     """
 
@@ -56,8 +59,8 @@ def replace_long_prompts(
 
     Args:
         stage: gets the fact, and a line in its log.
-        rows: of prompts.
-        groups: the name of each row's group.
+        rows: of prompts; `rows`, `groups` and `requests` have one entry a row each.
+        groups: the name of each row's group, which stays when its row is replaced.
         requests: of each row.
         spares: what takes the place of a row.
         encode: makes the request of the row at an index anew.

@@ -8,7 +8,10 @@
    architecture, quantization.
 
 A stage proves before it samples (`inference/generate.py`), and a client again whenever a server was
-lost. What is found stands in the facts ``canary`` and ``proof`` of rollouts and evaluations.
+lost. The gateway proves its sampler by it (`extensions/gateway/sampler.py`), and
+`stages/evaluate_lm_eval.py` a server by the canary alone. The results stand in the facts ``canary``
+and ``proof`` of rollouts and evaluations. The tests are `tests/unit/training/test_checkpoint.py`
+and `tests/local/test_proof.py`.
 """
 
 import functools
@@ -32,7 +35,10 @@ from tuneloop.inference.engines import Engine, Readable, TensorProof
 from tuneloop.inference.engines._tensors import digest_model
 
 WIDE = 0.25
-"""In nats. Another tokenizer or architecture moves the canary by more, rounding by less."""
+"""In nats: the tolerance is at least this where all tensors are right and the engine's dtype is
+coarser than the checkpoint's (`choose_tolerance`). Another tokenizer or architecture moves the
+canary by more, rounding by less.
+"""
 
 
 class StaleWeights(RuntimeError):
@@ -50,7 +56,9 @@ class Proof:
     Attributes:
         distances: ``mean_abs_diff`` and ``max_abs_diff`` between engine and trainer on the canary,
             the `noise` of right weights and the `tolerance`, in nats; and the result of
-            `tell_versions_apart` where the canary has the version before.
+            `tell_versions_apart` (`formats/canary.py`) where the canary has the log-probabilities
+            of the version before. `stages/rollout.py: record_metrics` logs each as a metric of this
+            name; the page's names of them are in ``ui/static/dom.js: QUANTITIES``.
         tensors: what reading back said, None of an engine that cannot do it.
     """
 
@@ -76,7 +84,10 @@ class Proof:
         return self.is_by_tensors or separation == 0 or separation >= SEPARATED
 
     def describe(self, policy: Artifact) -> JsonObject:
-        """Return what a manifest states of the proof that an engine served `policy`."""
+        """Return what a manifest states of the proof that an engine served `policy`.
+
+        `describe_blind_spot` and `stages/rollout.py: warn_of_blind_spot` read its keys.
+        """
         statement: JsonObject = {
             "by": "log-probabilities",
             "tells_versions_apart": self.tells_versions_apart,
@@ -237,12 +248,12 @@ def compare_with_canary(
 def check_nearest_version(name: str, version: int, proof: Proof) -> None:
     """Check that the log-probabilities are nearer to this version's than to the last version's.
 
-    It decides nothing where tensors were compared: rounding is not the Gaussian noise that the
-    ratio assumes, and could accuse right weights. The same holds where the noise is too large to
-    tell the versions apart.
+    Callers ask only where not all tensors were found equal: rounding is not the Gaussian noise that
+    the ratio assumes, and could accuse right weights. Nothing is decided where the noise is too
+    large to tell the versions apart.
 
     Raises:
-        WrongWeights: they are not.
+        WrongWeights: they are nearer to those of the last version.
     """
     ratio = proof.distances.get("log_likelihood_ratio", 0.0)
     if proof.tells_versions_apart and ratio < 0:

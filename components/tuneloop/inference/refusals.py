@@ -1,4 +1,10 @@
-"""Refusals of a server, and how an application of FastAPI answers: ``{"error": one line}``."""
+"""Refusals of a server, and how an application of FastAPI answers: ``{"error": one line}``.
+
+`create_app` is the base of the rollout server (`inference/http_api.py`), the sandbox server and the
+gateway (`extensions/gateway/app.py`, `extensions/gateway/worker.py`). Clients decide by the status
+whether to retry (`core/http.py: is_transient`, `inference/engines/_connection.py: LATER`), and read
+the key ``error`` (`inference/engines/_connection.py: _refuse`).
+"""
 
 import asyncio
 
@@ -14,7 +20,7 @@ from tuneloop.core.errors import Retryable, UserError
 REFUSAL_S = 1.0
 """Seconds before a request without a valid token is answered.
 
-A connection can guess tokens no faster.
+A connection can guess tokens no faster. `extensions/gateway/access.py` waits as long.
 """
 
 
@@ -36,8 +42,12 @@ async def refuse_stranger(reason: str) -> JSONResponse:
 def create_app(mistake: int) -> FastAPI:
     """Create an application that turns errors into answers; Retryable is 503.
 
+    An error of another class is answered with 500 by FastAPI; one that callers cause has to be
+    among the `kinds` below.
+
     Args:
-        mistake: the status of UserError and of errors of validation.
+        mistake: the status of UserError, which errors of validation become: 400 of the rollout and
+            the sandbox server, 422 of the gateway.
     """
     # Clients that send JSON without its content type are served, too.
     app = FastAPI(openapi_url=None, strict_content_type=False)

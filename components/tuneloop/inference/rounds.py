@@ -3,8 +3,10 @@
 A round is one call of the engine. When to stop depends on how many groups have ended, and on no
 clock: the same tokens give the same rounds, however often a stage is restarted.
 
-`stages/rollout.py` makes it with ``carry_after``, and `inference/generate.py` runs it. Unfinished
-groups go into the artifact (`formats/carried.py`).
+`stages/rollout.py` makes `Rounds` where `carry_after` is set, and `inference/generate.py` calls
+`grow_completions`. `stages/rollout.py` writes the unfinished groups into the artifact
+(`formats/carried.py`), from which the next iteration continues them. The tests are
+`tests/unit/inference/test_rounds.py` and `tests/unit/stages/test_carry.py`.
 """
 
 import itertools
@@ -23,6 +25,14 @@ def bound_staleness(rounds: int, groups: int, batch_groups: int) -> int:
     Each iteration has at least one round, so a group has ended after `rounds` iterations. The first
     of these takes `batch_groups` groups out, which leaves `groups - batch_groups` that are no
     newer. These are taken out first once they end.
+
+    `config/loop.py: max_staleness` lets the update accept rollouts of this age, and the rollout
+    refuses older tokens (`Rounds.oldest`): the bound has to hold for the order of `divide_groups`.
+
+    Args:
+        rounds: the number that a completion of full length takes.
+        groups: the number that is sampled at a time.
+        batch_groups: the number that an iteration trains on.
     """
     batches = -(-groups // batch_groups)
     return max(rounds, 2) + batches - 3 if batches > 1 else 0
@@ -33,6 +43,8 @@ class Rounds:
     """All completions grow by `size` tokens in a round, until `batch_groups` groups have ended.
 
     Attributes:
+        size: tokens that each completion gets in a round.
+        batch_groups: the call ends once so many groups have ended.
         oldest: versions that the tokens of unfinished groups may be older than the policy.
         unfinished: groups of earlier iterations that have not ended, by name.
     """
@@ -121,7 +133,10 @@ class Rounds:
 
 
 def _join(completion: Completion, addition: Completion, sampling: Sampling) -> Completion:
-    """Append the tokens of a round to a completion."""
+    """Append the tokens of a round to a completion.
+
+    Fields of `Completion` that are not named here are lost (`prompt_logprobs` is not asked for).
+    """
     versions = get_versions(completion) + get_versions(addition)
     # An engine may say length although the last token is a stop token: nothing follows that.
     is_stopped = addition.ids[-1] in sampling.stop_token_ids

@@ -45,9 +45,11 @@ from tuneloop.rewards.sandbox import LEAST_MEMORY, Limits, check_kernel, run_pro
 
 Isolation = Literal["process", "gvisor"]
 MAX_BYTES = 2**24
-"""Maximum bytes of a body."""
+"""Maximum bytes of a body; the client takes 413 for a program that used up its memory."""
 GRACE_S = 60
-"""Seconds for running programs after SIGTERM."""
+"""Seconds for running programs after SIGTERM; ``manifests/components/sandbox`` and
+``manifests/components/agent-sandbox`` give the pod ten more.
+"""
 KERNEL_LOG_BYTES = 2**17
 """Bytes of the log that are read, its newest; the whole log of gVisor has a few lines."""
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -58,11 +60,20 @@ FRAME_BYTES = 512
 Parsing a body with more takes seconds, and blocks all threads.
 """
 WAITING = 4
-"""The number of programs that may wait for each that runs; further clients are told to retry."""
+"""The number of programs that may wait for each that runs; further clients are told to retry.
+
+`rewards/sandbox/__init__.py: run_in_sandbox` waits long enough for four to run before its own.
+"""
 
 
 class Program(BaseModel, extra="forbid"):
-    """A program of Python, its input, an expression to evaluate after it, and its `Limits`."""
+    """A program of Python, its input, an expression to evaluate after it, and its `Limits`.
+
+    The client builds it in `rewards/sandbox/__init__.py: run_in_sandbox`, of all fields of
+    `Limits`. A server refuses a field that it does not know, so that one that is added needs
+    servers that are updated before their clients. The answer is the client's `_Answer`: an
+    `Ending`.
+    """
 
     program: str
     stdin: str = ""
@@ -140,7 +151,8 @@ def read_kernel_log() -> bytes:
 def read_isolation(log: bytes) -> Isolation:
     """Return what a kernel's log proves: gVisor's begins with its name.
 
-    Nothing proves a virtual machine of Kata's.
+    Nothing proves a virtual machine of Kata's. A further isolation is also one that a setting may
+    demand: `workflow/settings.py: SANDBOX_PLACE`.
     """
     return "gvisor" if log.split(b"\n")[0].endswith(b"] Starting gVisor...") else "process"
 

@@ -4,7 +4,9 @@ An engine that serves has two sides. ``open_served_engine(args)`` of its module 
 (`tuneloop.inference.server`) computes with, a `ServedEngine`. ``open_engine(endpoint, args,
 timeout_s)`` makes what a stage samples with, for which `open_client` is enough.
 
-Servers read `ServedEngine`, stages `Engine`: one class may be both, as vLLM's is.
+Servers use `ServedEngine`, stages `Engine` (`inference/engines/__init__.py`): one class may be
+both, as vLLM's is. ``docs/extending.md`` has a whole third party's engine with servers, which
+`tests/local/test_served.py` runs.
 """
 
 from abc import abstractmethod
@@ -23,12 +25,19 @@ from tuneloop.inference.engines._replicas import Replicas
 from tuneloop.inference.engines._tensors import Readback
 
 PROBE = 16
-"""After each change, one column in so many is read back from the layers that an engine packs."""
+"""After each change, one column in so many is read back from the layers that an engine packs, as
+reading all columns takes long (`inference/http_api.py`, `inference/follower.py`,
+`inference/engines/vllm.py`). ``POST /verify`` reads all. ``docs/weights.md`` says sixteen.
+"""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The newest tokens of a request that is streamed, and the version that made them."""
+    """The newest tokens of a request that is streamed, and the version that made them.
+
+    `inference/http_api.py` sends its fields as they are; `Piece` of `inference/engines/endpoint.py`
+    reads them.
+    """
 
     ids: list[int]
     logprobs: list[float]
@@ -44,7 +53,9 @@ class ServedEngine(Protocol):
 
     `tuneloop.inference.engine_loop` calls it from one thread; only `count_requests` and the
     attributes are read by others. A class that extends this one inherits what an engine without
-    streaming, sleep and prefix cache answers.
+    streaming, sleep and prefix cache answers. `Vllm` of `inference/engines/vllm.py` does not extend
+    it: a method that is added here with a default has to be added there, too. A method without a
+    default breaks every third party's engine.
 
     Attributes:
         name: stands in the manifests of what was sampled.
@@ -194,8 +205,8 @@ def open_client(
     Args:
         endpoint: URLs of servers, separated by commas.
         timeout_s: seconds without a byte after which a server counts as dead.
-        sleeps: a single server leases its device: it is woken and put to sleep. Several never
-            sleep.
+        sleeps: whether a single server leases its device: the client wakes it and puts it to sleep.
+            Several servers never sleep, whatever this says.
         deterministic: require a deterministic server.
 
     Raises:

@@ -52,6 +52,8 @@ from tuneloop.inference.served import open_served_engine
 from tuneloop.kube.resize import PodResizer
 from tuneloop.workflow.plan import VLLM
 
+# Options of every server of ours: this one, `inference/sandbox_server.py`, and the gateway's
+# (`extensions/gateway/command.py`, `extensions/gateway/worker.py`).
 UVICORN: JsonObject = {
     "http": TimedProtocol,
     "ws": "none",
@@ -63,17 +65,21 @@ UVICORN: JsonObject = {
     "timeout_keep_alive": 75,
 }
 GRACE_S = 20
-"""Seconds for running answers after SIGTERM: less than the 30 that a Deployment's pod has
-(`manifests/`) and the server beside KFP's iterations; Argo's pods of servers have the sampler's
-`grace_s`.
+"""Seconds for running answers after SIGTERM. Then they are cut off, and clients retry elsewhere.
 
-Then they are cut off, and clients retry elsewhere.
+It is less than the 30 seconds after which the server is killed: in a Deployment's pod
+(``manifests/components/rollout-server``), beside KFP's iterations
+(`kfp/rollout_server.py: GRACE_S`), and in a pod of Argo (`grace_s` of the sampler, by default
+`workflow/settings.py: GRACE_S`).
 """
 
 
 @report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM, and return the exit code."""
+    """Serve until SIGTERM, and return the exit code.
+
+    The tests are `tests/unit/inference/test_serve.py` and `tests/unit/inference/test_resize.py`.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
@@ -197,7 +203,8 @@ def serve_until_signalled(
 ) -> None:
     """Run a ``uvicorn.Server`` until SIGTERM, then until `drain`, run beside it, has returned.
 
-    SIGINT cuts all requests off.
+    SIGINT cuts all requests off. The sandbox server, the gateway and `tuneloop ui` (`cli/ui.py`)
+    are run by it, too.
     """
     # The limit of a container is often 1,024.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -266,6 +273,15 @@ def add_address_flags(parser: Parser) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the flags.
+
+    Their lines are built in `argo/template.py: server_template`,
+    `kfp/rollout_server.py: run_server`, `extensions/gateway/processes.py: scale_sampler` and
+    ``manifests/components/rollout-server``, and stand in workflows that are submitted already: a
+    flag is added with a default, and none is removed. A setting that Argo passes by a new flag,
+    KFP has to pass, too, or to refuse (`config/engines.py: local_settings`).
+    `local/warm.py: is_server` takes a line without ``--engine`` for that of a server of vLLM.
+    """
     parser = Parser("python -m tuneloop.inference.server", __doc__)
     json_object = TypeAdapter(JsonObject).validate_json
     parser.add_argument("--policy", metavar="REF", help="the checkpoint to start with")

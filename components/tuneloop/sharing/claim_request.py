@@ -1,22 +1,33 @@
 """What the steps of a workflow that reserve and release claims are told: the devices of a claim, and
 how many runs share it.
 
-`extensions/sharing` writes it into the rendered steps, as flags, and `cluster/reservations.py`
-reads it in their pods.
+`extensions/sharing/claim_steps.py` writes it into the rendered steps, as the flag ``--share``, and
+`cluster/reservations.py` reads it in their pods. The tests are
+`tests/extensions/sharing/test_claims.py`.
 """
 
 from pydantic import BaseModel, Field
 
 DEVICES = "devices"
-"""The claim's name in a pod, and the name of the one request in its ResourceClaim."""
+"""The claim's name in a pod (`extensions/sharing/claims.py`), and the name of the one request in
+its ResourceClaim (`cluster/reservations.py`).
+"""
 TAKE = "take-claim"
-"""The template of the first step, which reserves claims."""
+"""The template of the first step, which reserves claims; `cluster/watch.py` knows by it that a run
+shares devices. It is the command of `cluster/reservations.py`, too, as `GIVE` is.
+"""
 GIVE = "give-claim"
 """The template of the exit handler that releases them."""
 
 
 class ClaimRequest(BaseModel, frozen=True):
-    """The devices that the runs of one group ask for; other keys of the flag are ignored."""
+    """The devices that the runs of one group ask for; other keys of the flag are ignored.
+
+    It is the base of the setting `cluster.share` (`extensions/sharing/settings.py: Share`), so that
+    a field here is a setting of users. One that the devices of a claim depend on has to be in
+    `_describe_devices` of `cluster/reservations.py`, which compares them between the runs of a
+    group.
+    """
 
     group: str = Field(
         pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$",

@@ -1,7 +1,10 @@
 """The queue of a group: who holds its device lease and who waits for it. No clock, no storage.
 
 `sharing/leases.py` changes it and `sharing/lease_storage.py` stores it as JSON, which runs of other
-releases read at the same time: a field that is added needs a default.
+releases read and write at the same time: a field that is added needs a default, and is lost
+whenever an older release writes. `extensions/sharing/command.py` prints the queue. The tests are
+`tests/unit/sharing/test_simulate.py`, `tests/unit/sharing/test_turns.py` and
+`tests/unit/sharing/test_plans.py`.
 """
 
 from collections.abc import Callable, Collection
@@ -10,9 +13,15 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 Policy = Literal["fifo", "lrs"]
+"""Who is served next. `list_waiters` has a branch for ``fifo`` and takes any other for ``lrs``; the
+setting lists both again, with a description (`extensions/sharing/settings.py: Share`).
+"""
 POLICIES: tuple[Policy, ...] = ("fifo", "lrs")
+"""`Policy` for flags (`sharing/sidecar.py`), and for the check of `open_lease_group`."""
 REMEMBERED_RUNS = 100
-"""The number of runs whose last lease is remembered."""
+"""The number of runs whose last lease is remembered, so that the document stays small. A run that
+is forgotten counts for ``lrs`` as one that is new.
+"""
 
 
 class LeaseRefused(RuntimeError):
@@ -29,7 +38,8 @@ class LeaseRequest(BaseModel, frozen=True):
         ticket: names the attempt.
         who: the run.
         since: when it began to wait, or to hold the lease (Unix seconds, only for display).
-        beat: a counter that goes up while the attempt is alive.
+        beat: a counter that goes up while the attempt is alive; other runs only look whether it has
+            changed (`sharing/leases.py: SilenceDetector`).
     """
 
     ticket: str

@@ -12,6 +12,11 @@ grows by at least one with every write to any Lease, and granting a lease is one
 promises this since 1.35 (KEP-5504); it was true of etcd before.
 
 Every change is a compare-and-swap: it reads a queue, and writes it if nobody has in between.
+
+A further kind of storage is a `QueueStorage` (`sharing/leases.py`), a branch of `open_lease_group`,
+and a release for runs that have ended: `cli/execute.py` releases stored leases, `cluster/submit.py`
+those of Kubernetes. The tests are `tests/extensions/sharing/test_lease.py` of a Lease, and
+`tests/unit/sharing/test_turns.py` of the store.
 """
 
 import math
@@ -37,19 +42,33 @@ from tuneloop.sharing.leases import LeaseGroup
 LEASES = ("coordination.k8s.io", "v1", "leases")
 PREFIX = "tuneloop-lease-"
 ANNOTATION = "tuneloop.dev/lease"
+"""The annotation of a Lease that has the `LeaseQueue` as JSON."""
 LABEL = "tuneloop.dev/lease-group"
+"""The label of a Lease with the name of its group; `read_groups` lists Leases by it."""
 OWNER_VARIABLES = ("TUNELOOP_OWNER_NAME", "TUNELOOP_OWNER_UID")
-"""Environment of a run's pod: name and UID of the Workflow that the Lease shall not outlive."""
+"""Environment of a run's sidecar: name and UID of the Workflow that the Lease shall not outlive.
+`extensions/sharing/lease_sidecar.py` sets both.
+"""
 
 KEY = "queue.json"
+"""The object of a group, below the URL of the group."""
 STORED_LEASES = ".leases"
-"""The folder of all groups, below a store."""
+"""The folder of all groups, below a store: `extensions/sharing/pod.py`, `cli/execute.py`, the
+gateway (`extensions/gateway/sessions.py`) and `tuneloop leases` build URLs of groups with it.
+"""
 _REQUEST_TIMEOUT_S = 10
-"""Seconds for one request to the API server: a beat must not wait for a lost one, or the lease ends."""
+"""Seconds for one request to the API server: a beat must not wait for a lost one, or the lease
+ends. At the default patience of 30 s a beat is valid for 20 s (`sharing/leases.py: SAFE`).
+"""
 
 
 class KubernetesLease:
-    """The queue of a group as a Lease; it is a `QueueStorage`."""
+    """The queue of a group as a Lease; it is a `QueueStorage`.
+
+    The account of sidecars may get, create, update and delete Leases, and nothing else
+    (``manifests/namespaced/accounts.yaml``): a call of another kind, such as list or patch, needs
+    the right there.
+    """
 
     def __init__(self, cluster: Connection, group: str) -> None:
         self.cluster = cluster
@@ -193,7 +212,10 @@ def build_lease(
 
 
 def _build_spec(queue: LeaseQueue, previous: JsonObject) -> JsonObject:
-    """Build the fields of the Lease that other tools show, to replace `previous` ones."""
+    """Build the fields of the Lease that other tools show, to replace `previous` ones.
+
+    `parse_lease` reads none of them: the annotation alone is the queue.
+    """
     timestamp = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     transitions = previous.get("leaseTransitions", 0)
     spec: JsonObject = {

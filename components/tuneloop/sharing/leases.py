@@ -16,7 +16,9 @@ before any other run can take the lease, unless the speeds of two clocks differ 
 remaining time. Those who wait beat too, so that a dead one holds nobody up.
 
 The sidecar of a pod (`sharing/sidecar.py`), the local executor (`extensions/sharing/pod.py`) and
-the gateway's workers acquire leases; the stage itself only checks the grant (`core/fencing.py`).
+the gateway's workers (`extensions/gateway/worker.py`) acquire leases; the stage itself only checks
+the grant (`core/fencing.py`). The tests are `tests/unit/sharing/test_turns.py`,
+`tests/extensions/sharing/test_turn.py` and `tests/local/test_turns.py`.
 """
 
 import contextlib
@@ -36,11 +38,15 @@ from tuneloop.core.threads import repeat_in_background
 from tuneloop.sharing.lease_queue import LeaseQueue, LeaseRefused, Policy
 
 SAFE = 2 / 3
-"""The share of `patience` for which a beat is valid."""
+"""The share of `patience` for which a beat is valid to its holder. The rest is the margin for
+clocks of different speed: at 1 or more two runs could hold the lease.
+"""
 BEATS = 6
-"""The number of beats within `patience`."""
+"""The number of beats within `patience`: with `SAFE` four within the time that one is valid, which
+`core/fencing.py: STOP_FRACTION` counts on.
+"""
 _RELEASE_POLL_S = 0.2
-"""Seconds between two looks whether the stage asks for the release (`fencing.RELEASED`)."""
+"""Seconds between two looks for a stage's request to release (`core/fencing.py: RELEASED`)."""
 log = logging.getLogger("tuneloop.leases")
 
 
@@ -97,6 +103,9 @@ class LeaseGroup:
         who: the run.
         policy: which waiter is served next.
         patience: the seconds after which a silent request is lost.
+
+    A further setting that all runs of a group share is compared in `apply_settings`, stored in
+    `LeaseQueue`, and a flag of `sharing/sidecar.py`.
     """
 
     def __init__(
@@ -263,6 +272,8 @@ class LeaseGroup:
     def apply_settings(self, queue: LeaseQueue) -> LeaseQueue:
         """Give an idle queue this run's policy and patience.
 
+        `extensions/sharing/preflight.py` calls it before a run is submitted.
+
         Raises:
             UserError: runs in the queue have others.
         """
@@ -284,7 +295,10 @@ class LeaseGroup:
 
 
 def compute_poll_interval(patience: float) -> float:
-    """Compute the seconds between two polls of a waiter."""
+    """Compute the seconds between two polls of a waiter.
+
+    They have to be far below `patience`: a waiter that polls more rarely beats too late.
+    """
     return min(1.0, patience / 10)
 
 
@@ -318,7 +332,7 @@ class HeldLease:
 
     @property
     def grant(self) -> Grant:
-        """What `tuneloop.core.fencing` needs to know."""
+        """The grant that `core/fencing.py` checks in the stage's process."""
         until = self.renewed + SAFE * self.group.patience
         return Grant(
             group=self.group.group,

@@ -34,7 +34,12 @@ from tuneloop.sharing.leases import LeaseGroup
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags of the sidecar, also for the local executor."""
+    """Parse the flags of the sidecar.
+
+    `extensions/sharing/lease_sidecar.py` writes them into rendered workflows, of earlier releases,
+    too: a flag that is added has a default. `extensions/sharing/pod.py` parses them for the local
+    executor, `extensions/sharing/preflight.py` to check a group before a run is submitted.
+    """
     parser = Parser("python -m tuneloop.sharing.sidecar", __doc__)
     parser.add_argument("--group", required=True)
     parser.add_argument("--run", required=True)
@@ -56,7 +61,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run as a program; never returns."""
+    """Run as a program; never returns.
+
+    Exit code 0 after SIGTERM, else that of the error (`core/errors.py: report_error`); Kubernetes
+    starts a sidecar again after any, unless the pod ends.
+    """
     flags = parse_arguments(sys.argv[1:] if argv is None else argv)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

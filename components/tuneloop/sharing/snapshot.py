@@ -4,8 +4,10 @@ It needs NVIDIA's driver 570 or newer. A suspended process keeps what it had on 
 host's memory, and its calls of CUDA wait. A resumed process has all of it back at the same
 addresses. Nothing is written to disk: only that would need CRIU.
 
-The engine vLLM suspends its own process by it (``engine.snapshot``); after a failure that process
-can serve no more (`SnapshotFailed`).
+The engine vLLM suspends its own process by it (``engine.snapshot``, `inference/engines/vllm.py`);
+after a failure that process can serve no more (`SnapshotFailed`, which `inference/engine_loop.py`
+looks for). The tests, `tests/unit/sharing/test_snapshot.py`, have a program in place of
+``cuda-checkpoint``.
 """
 
 import re
@@ -18,12 +20,13 @@ from tuneloop.core.errors import Retryable, UserError
 
 PROGRAM = "cuda-checkpoint"
 VERSION = Path("/proc/driver/nvidia/version")
+"""The file by which NVIDIA's driver states its version."""
 _DRIVER = 570
 _DRIVER_OF_SHARED_MEMORY = 610
 """The oldest versions of NVIDIA's driver that suspend one process, and several that share memory of a
 device."""
 _LOCK_TIMEOUT_MS = "10000"
-"""The time for what the process still does on its devices."""
+"""Milliseconds, as the program takes them, for what the process still does on its devices."""
 
 
 class SnapshotFailed(Retryable):
@@ -57,13 +60,13 @@ def check_snapshots(field: str, several: bool) -> None:
 
 
 def suspend_process(pid: int) -> list[int]:
-    """Free the devices of a process and its descendants, and list those that had any.
+    """Free the devices of a process and its descendants, and list the processes that had any.
 
     Raises:
         SnapshotFailed: none of them had any, or one was not suspended.
     """
     states = {process: _run_program(process, "--get-state") for process in _list_tree(pid)}
-    # Of a process without CUDA the program says an error.
+    # For a process without CUDA the program prints an error in place of a state.
     running = [process for process, state in states.items() if state == "running"]
     if not running:
         raise SnapshotFailed(f"{PROGRAM}: process {pid} has nothing to suspend: {states[pid]}")
@@ -86,7 +89,7 @@ def _list_tree(pid: int) -> list[int]:
             fields = file.read_text().rpartition(")")[2].split()
             parents[int(file.parent.name)] = int(fields[1])
     tree = [pid]
-    # It grows while it is walked.
+    # The list grows while the loop walks it.
     for process in tree:
         tree += [child for child, parent in parents.items() if parent == process]
     return tree

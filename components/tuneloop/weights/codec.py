@@ -11,7 +11,8 @@ NaN differs from itself, but their bytes do neither.
   three times as fast. `docs/weights.md` states it byte by byte.
 
 The bytes are a published format, which readers of other projects read: an encoding may be added,
-and none changed. `weights/delta.py` puts tensors' deltas into one file.
+and none changed. `weights/delta.py` puts tensors' deltas into one file. The tests are
+`tests/unit/weights/test_codec.py`.
 """
 
 import struct
@@ -29,8 +30,14 @@ from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.weights.layout import Bytes
 
 Encoding = Literal["gap8-xor", "xor", "overwrite"]
+"""A further one needs a branch in `encode_delta` and in `apply_delta`, which take an unknown name
+for ``overwrite``. `config/engine_weights.py` and `stages/base_model.py` offer it to users; readers
+of earlier releases refuse a version that has it (`weights/versions.py: Metadata`).
+"""
 BLOCK = 1 << 21
-"""Bytes a chunk: two chunks and the scratch memory stay in the cache of a core."""
+"""Bytes a chunk: two chunks and the scratch memory stay in the cache of a core. A reader takes the
+size of the chunks of ``gap8-xor`` from the payload.
+"""
 LEVEL = 1
 """Of zstd. It changes the bytes of a publication, not those of the weights that are read from it."""
 _FEW_LONG_MATCHES = zstandard.ZstdCompressionParameters.from_level(
@@ -38,7 +45,9 @@ _FEW_LONG_MATCHES = zstandard.ZstdCompressionParameters.from_level(
     min_match=7,
     hash_log=6,
 )
-"""Gaps and values have no meaningful short matches. A plane takes a third less time, 8 % less space."""
+"""For `_compress`: gaps and values have no meaningful short matches. A plane takes a third less
+time, 8 % less space.
+"""
 _ESCAPE = 255
 """The byte of ``gap8-xor`` that adds 255 to a gap and continues it."""
 _local = threading.local()  # compressors and decompressors are not safe to share between threads
@@ -50,7 +59,8 @@ class Delta:
 
     Attributes:
         payload: the encoded difference; None if nothing changed.
-        changed: the number of changed elements (``overwrite``: of changed bytes).
+        changed: the number of changed elements (``overwrite``: of changed bytes, which
+            `weights/delta.py: write_delta` relates to bytes).
         old, new: xxh3-128 of both sides.
     """
 

@@ -5,7 +5,8 @@ a core's cache: reading, comparing, hashing and compressing are one pass, and ne
 held in memory.
 
 `weights/publish.py` writes, `weights/materialize.py` and `weights/tensors.py` apply. Equal models
-give equal files.
+give equal files. The tests are `tests/unit/weights/test_protocol.py` and
+`tests/unit/weights/test_layout.py`.
 """
 
 import os
@@ -57,8 +58,9 @@ def write_delta(
 ) -> Written:
     """Write the delta between two checkpoints of the same layout to `path`.
 
-    The file is in the safetensors format: a U8 vector, the payload, for each changed tensor, and
-    in ``__metadata__`` the xxh3-128 of these tensors' new states.
+    The file is in the safetensors format: a U8 vector, the payload, for each changed tensor, and in
+    ``__metadata__`` the xxh3-128 of these tensors' new states. `DeltaFile` refuses any other entry
+    in ``__metadata__``, also that of earlier releases.
 
     Args:
         old, new: checkpoints with equal headers.

@@ -3,8 +3,11 @@
 No package has that conversion. What it does is taken from ``convert_hf_to_gguf.py`` of llama.cpp
 (https://github.com/ggml-org/llama.cpp) for the architectures of ``gguf.toml``.
 
-`export` writes one where its parameter asks for it. An architecture that is added is an entry of
-``gguf.toml``; it is compared with what llama.cpp's own conversion writes.
+`stages/export.py` writes one where its parameter `gguf` asks for it. An architecture that is added
+is an entry in ``gguf.toml`` of ``architectures`` and of ``rope``, and a branch of `_add_tensors`
+where llama.cpp orders rows in another way, as of llama. It is compared by hand with what
+llama.cpp's own conversion writes (``docs/commands.md`` says how); `tests/unit/weights/test_gguf.py`
+only reads files back, with transformers and gguf.
 """
 
 import json

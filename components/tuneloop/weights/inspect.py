@@ -1,7 +1,8 @@
 """List, verify and compare published versions, and delete those that nothing needs.
 
-`tuneloop weights` and the page call it. Nothing is deleted that a replica serves
-(`weights/live.py`) or that a kept version builds on.
+`tuneloop weights` (`cli/weights.py`), the page and the report (`ui/describe.py`, `ui/report.py`)
+call it. Nothing is deleted that a replica serves (`weights/live.py`) or that a kept version builds
+on. The tests are `tests/unit/weights/test_protocol.py`.
 """
 
 import re
@@ -22,11 +23,12 @@ from tuneloop.weights.tensors import read_tensors
 from tuneloop.weights.versions import INDEX, Chain, get_version_directory
 
 _VERSION_DIRECTORY = re.compile(r"weight_v(\d+)")
+"""Matches what `weights/versions.py: get_version_directory` returns, also of leftovers."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One version in a list.
+    """One version in a list; the page reads the fields by name (``ui/static/weights.js``).
 
     Attributes:
         version, base_version: as in the index.
@@ -203,7 +205,8 @@ def delete_unused_versions(
 
     The latest, the `keep` newest and the `pinned` versions stay, those that replicas announce
     (`live`), and every version from which one of these is assembled. Leftovers of crashed
-    publications below the latest are deleted, too; above it a publication may be in progress.
+    publications below the latest are deleted, too; above it a publication may be in progress. What
+    `weights/publication.py` and `weights/live.py` recorded of a version stays, for reports.
 
     Raises:
         UserError: `keep` is below 1, or a pinned version does not exist.

@@ -5,8 +5,9 @@ length of a JSON header, the header gives dtype, shape and byte range of each te
 tensors' data follow without holes. Two files with equal headers and equal tensors are therefore
 byte-identical, which is what the weight protocol proves.
 
-Everybody who needs bytes of a model without torch reads them here; a header that is not as the
-format says is refused as `Corrupt`, by a `Blame` that names the file.
+All code that needs bytes or shapes of a model without torch reads them here (settings, plans and
+`stages/export.py`, too). A header that is not as the format says is refused as `Corrupt`, by a
+`Blame` that names the file.
 """
 
 import json
@@ -26,8 +27,9 @@ from tuneloop.core.store import open_for_reading
 
 Bytes = NDArray[np.uint8]
 
-# The safetensors library lays tensors out by this order of dtypes, widest first, then by name.
-# The same order gives the same file.
+# The safetensors library lays tensors out by this order of dtypes, widest first, then by name. The
+# same order gives the same file. `preallocate_safetensors` raises ValueError for a dtype that is
+# not here, such as those of 8-bit floats.
 _DTYPE_ORDER = [
     "U64",
     "I64",
@@ -159,7 +161,7 @@ class Checkpoint:
         blame: makes the errors of a file, by its name.
         tensors: name → where it lies, sorted by name.
         headers: safetensors file → digest of its header. Files with equal names, dtypes, shapes
-            and order of tensors have equal digests.
+            and order of tensors have equal digests, if their ``__metadata__`` is equal, too.
         others: the files that are not safetensors (config, tokenizer), without hidden ones.
         size: bytes of all safetensors files.
     """
@@ -236,7 +238,11 @@ def write_bytes_at(path: Path, start: int, data: Bytes) -> None:
 
 
 def visible_files(directory: Path) -> list[Path]:
-    """List files below `directory`, sorted, without hidden ones and those in hidden directories."""
+    """List files below `directory`, sorted, without hidden ones and those in hidden directories.
+
+    These are the files of a published version: what else lies in a directory has to be hidden
+    (`weights/materialize.py: MARKER`).
+    """
     files: list[Path] = []
     for path in directory.rglob("*"):
         parts = path.relative_to(directory).parts
@@ -261,6 +267,8 @@ def preallocate_safetensors(
         path: the file to write.
         entries: tensor name → (safetensors dtype, shape, bytes).
         metadata: the file's ``__metadata__``; transformers wants ``{"format": "pt"}``.
+
+    `training/fsdp/export.py` fills the file of a checkpoint, `stages/export.py` that of an adapter.
     """
     header: JsonObject = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0

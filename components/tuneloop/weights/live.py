@@ -10,8 +10,9 @@ normally. A file older than `EXPIRY_S` belongs to a dead replica and does not co
 a replica without write access has to be pinned by hand. The second file is written once and kept,
 for people and reports.
 
-`inference/follower.py` writes both, `weights/inspect.py` reads the first before it deletes, and
-`runs/delivery.py` the second.
+`inference/follower.py` writes both. `weights/inspect.py` reads the first before it deletes, and
+`ui/describe.py` to show it; `runs/delivery.py` reads the second. Both are checked JSON
+(`core/artifacts.py: dump_checked_json`).
 """
 
 import time
@@ -35,12 +36,18 @@ PULL: JsonObject = {
     "apply_s": float,
     "pause_s": float,
 }
-"""Field → type of the record of a pull; it may have more fields."""
+"""Field → type of what readers require of the record of a pull; it may have more fields.
+
+`inference/follower.py: _describe_pull` makes the record, and `runs/delivery.py` checks the note
+``pulled`` of stages by it, too. A field that is added here refuses the records of all earlier runs.
+"""
 
 RENEW_S = 60.0
 """Seconds after which a replica announces again what it serves (`inference/follower.py`)."""
 EXPIRY_S = 600.0
-"""The time of ten missed announcements: a store's clock and ours may differ by minutes."""
+"""Seconds after which a replica counts as dead, ten missed announcements: a store's clock and ours
+may differ by minutes. ``docs/weights.md`` says ten minutes.
+"""
 
 
 def _get_announcement_key(replica: str) -> str:

@@ -1,7 +1,8 @@
 """Make a local directory hold a published version: from a full version and deltas, or in place.
 
 Replicas call it for each version (`inference/follower.py`), the publisher for a base that it has
-not (`weights/publish.py`), and `tuneloop weights materialize`.
+not (`weights/publish.py`), and `tuneloop weights materialize`. The tests are
+`tests/unit/weights/test_protocol.py` and `tests/unit/weights/test_cached_deltas.py`.
 """
 
 import fcntl
@@ -27,7 +28,14 @@ from tuneloop.weights.versions import Chain, Entry
 
 _REMEDY = "materialize it again"
 MARKER = ".weight_version.json"
+"""The file of the `Marker`, in the model's directory; `inference/follower.py` deletes it, so that
+the next call starts from a full version.
+
+Its name and those below are hidden: `weights/layout.py: visible_files` leaves them out, and so they
+are no files of the version.
+"""
 LOCK = ".weight_version.lock"
+"""The file that is locked; a directory with files and without it is somebody else's."""
 INCOMING = ".incoming"
 """The directory, below the model's, for what is fetched and assembled."""
 
@@ -37,7 +45,8 @@ class Marker(BaseModel, frozen=True, extra="forbid"):
 
     The marker is removed before the first byte changes, so it is always true. Data are not flushed
     to disk, so it is trusted only until the host reboots: a killed process loses nothing, a crashed
-    host may. After a reboot, every tensor is checked first.
+    host may. After a reboot, every tensor is checked first. A marker that has other fields counts
+    as none, so that the version is fetched in full.
     """
 
     version: int
@@ -59,7 +68,8 @@ class Materialized:
         read_bytes: bytes read from the store, without deltas that were in this machine's cache.
         source: the digest of the checkpoint that the version was published from, if the publisher
             recorded it.
-        timings: in seconds: ``fetch``, and ``apply`` with the checks.
+        timings: in seconds: ``fetch``, and ``apply`` with the checks. `inference/follower.py`
+            records them as ``fetch_s`` and ``apply_s``, which `weights/live.py: PULL` requires.
     """
 
     version: int
@@ -178,6 +188,8 @@ def _open_delta(
 ) -> delta.DeltaFile | None:
     """Open the file of a delta; return None if no tensor changed.
 
+    A delta with several files is refused here, but read by `weights/tensors.py: _open_deltas`.
+
     With `cached_bytes` (version → bytes that the cache had, which is added to) the file is read
     through this machine's cache.
 
@@ -224,6 +236,7 @@ def _take_from_cache(
 ) -> None:
     """Make `path`, a delta file in the cache, exist until `opened` closes; fetch it if needed."""
     extra = step.index.tuneloop
+    # What `stored_bytes` counts beside the other files is the delta's own file.
     size = extra.stored_bytes - sum(file.size for file in extra.files.values() if file.stored)
     cached_bytes[step.version] = size
 

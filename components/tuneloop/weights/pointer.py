@@ -4,7 +4,8 @@ It moves by compare-and-swap and never backward. Two publishers that race cannot
 they moved it. The protocol follows the published disk-delta systems (slime, miles): the pointer is
 moved last, and a rewind is refused.
 
-Writers are `weights/publish.py` alone; replicas poll it.
+`weights/publish.py` alone writes it; `inference/follower.py` polls it, and `Chain` of
+`weights/versions.py` begins with it.
 """
 
 from pydantic import BaseModel, Field
@@ -25,7 +26,10 @@ class PointerConflict(UserError):
 
 
 class Latest(BaseModel, frozen=True, extra="forbid"):
-    """The contents of the pointer."""
+    """The contents of the pointer.
+
+    Replicas of earlier releases refuse a field that is added (``extra="forbid"``), as `Corrupt`.
+    """
 
     version: int = Field(ge=0)
     ref: str = Field(description="``<directory>@xxh3-128:<digest of its index>``")

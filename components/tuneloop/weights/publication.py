@@ -4,7 +4,8 @@ The artifact is authoritative. Publishing follows the commit and may be repeated
 again completes it.
 
 It is the ``after`` of the stages that write checkpoints (`core/component.py`: `component`), so it
-runs once the artifact is committed, on the first rank.
+runs once the artifact is committed, on the first rank. `training/checkpoint.py: checkpoint_stage`
+sets it for those that train, `stages/base_model.py` for itself.
 """
 
 import dataclasses
@@ -38,6 +39,7 @@ RECORD: JsonObject = {
 """Field → type, of the fields that readers require of such a record: ``at`` is its time, the others
 are those of `Published`. A field that is added here refuses the records of all earlier runs."""
 
+# The parameter ``weights`` of the stages that write checkpoints.
 Weights = Annotated[
     str | None,
     Field(
@@ -52,7 +54,8 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     """Publish ``model/`` of a committed checkpoint below the root that the stage's ``weights`` names.
 
     Without this parameter nothing is published. A version that the root has passed already is not
-    published again.
+    published again. The parameters ``weights``, ``weight_encoding`` and ``publish_weights`` are
+    read by name: a stage without one has its default here.
 
     Args:
         stage: the stage that committed the checkpoint.

@@ -1,7 +1,8 @@
 """Publish a model directory as the next version: files, then the index, then the pointer.
 
-`weights/publication.py` calls `publish_version` after each commit, a fork with the policy that it
-begins with (`runs/forking.py`), and other trainers as a library (docs/weights.md).
+`weights/publication.py` calls `publish_version` after each commit, `runs/forking.py` for the policy
+that a fork begins with, and other trainers as a library (``docs/weights.md``). The tests are
+`tests/unit/weights/test_protocol.py`.
 """
 
 import tempfile
@@ -26,8 +27,10 @@ from tuneloop.weights.versions import INDEX, Chain, Entry, Extra, File, Index, M
 APPLY_COST = 0.1
 """The cost of applying a delta beyond reading its bytes, relative to restoring the full version.
 
-Applying takes about 0.15 s a GB and core, and reading 1.5 s a GB from an object store. (Against
-0.5 s from files in the page cache it would be 0.35.)
+Applying takes about 0.15 s a GB and core, and reading 1.5 s a GB from an object store. For files in
+the page cache, which are read in 0.5 s a GB, it would be 0.35. Indexes store the sum
+(`restore_cost` of `weights/versions.py`), so that another value counts only for deltas that are
+published later.
 """
 RESTORE_BOUND = 3.0
 """The next version is published in full as well (an anchor) where replaying the deltas since the
@@ -36,12 +39,16 @@ last full one would cost more than this many restores of a full version.
 The cost sums, over these deltas, (bytes of the delta / bytes in full) + `APPLY_COST`. At 3, a
 replica that starts from nothing is there within four times a full restore. At 1 % of the bytes a
 version, every 28th version is an anchor, and the publisher sends 1/22 of the full bytes on average.
+No setting of a run changes it.
 """
 
 
 @dataclass(frozen=True)
 class Published:
     """A version as it is now published.
+
+    `weights/publication.py` records all of it as JSON, and requires the fields of its `RECORD`,
+    also of the records of earlier releases.
 
     Attributes:
         version: its number.
@@ -53,7 +60,7 @@ class Published:
         delta_bytes: bytes of the delta; None if there is none.
         density: share of elements that changed; None without a base.
         timings: seconds: ``base`` (derive it from the chain), ``encode``, and ``publish`` (upload,
-            commit, pointer).
+            commit, pointer). `runs/delivery.py: _describe_publication` reads these names.
     """
 
     version: int
@@ -97,8 +104,8 @@ def publish_version(
         base_version: the version that `base` holds; if another version is the base, `base` is not
             used.
         source: the digest of the checkpoint that the version is made from, which replicas report.
-        held_by_readers: store only the weights' digest, as readers start on this model. Later
-            versions need `base`, until a full one is published.
+        held_by_readers: store only the weights' digest, as readers start on this model (the setting
+            `fleet_has_base`). Later versions need `base`, until a full one is published.
         encoding: of this delta and later ones; chain: as the versions before, at first gap8-xor;
             None publishes in full.
         restore_bound: how soon the next anchor comes, as in `RESTORE_BOUND`; 0 makes every version
@@ -159,7 +166,11 @@ def _choose_encoding(chain: Chain, previous: int | None) -> codec.Encoding:
 
 
 class _Attempt:
-    """One attempt to publish: the files to upload, and the indexes that describe them."""
+    """One attempt to publish: the files to upload, and the indexes that describe them.
+
+    `describe_full` runs in any case: `adopt_existing` compares with it what another attempt
+    published.
+    """
 
     def __init__(
         self,
@@ -438,7 +449,10 @@ def _sum_stored_bytes(files: dict[str, File]) -> int:
 
 
 def _update_extra(index: Index, **fields: object) -> Index:
-    """Return a copy of `index` with other values for `fields` of its part ``tuneloop``."""
+    """Return a copy of `index` with other values for `fields` of its part ``tuneloop``.
+
+    The values are not checked, and a name is that of the field, not its alias (`readers_digest`).
+    """
     extra = index.tuneloop.model_copy(update=fields)
     return index.model_copy(update={"tuneloop": extra})
 

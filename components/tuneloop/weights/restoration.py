@@ -1,7 +1,8 @@
 """Plan how a version is restored: from a full version and deltas, or by deltas alone.
 
 A plan is only arithmetic over indexes: `weights/materialize.py` carries it out for a whole model,
-`weights/tensors.py` for some tensors.
+`weights/tensors.py` for some tensors. `weights/inspect.py` reads roles from the full version of a
+plan. The tests are in `tests/unit/weights/test_protocol.py`.
 """
 
 from dataclasses import dataclass
@@ -77,8 +78,9 @@ def plan_restoration(chain: Chain, target: int, current: int | None = None) -> P
 
 
 def open_base(full: Entry, base: Path | None) -> Store:
-    """Open the directory `base`, which has to hold the weights of the version `full`, of which
-    the root has the digest alone.
+    """Open the directory `base`, which has to hold the weights of the full version `full`.
+
+    The root has only their digest (`Extra.readers_digest` of `weights/versions.py`).
 
     Raises:
         UserError: it holds others, or none was given.

@@ -6,7 +6,10 @@ Each rank needs the whole of a ``norm``, a ``router`` and a ``scale`` (of a quan
 also needs the whole of ``replicated`` tensors, for which no split is known. `read_tensors` reads
 chosen tensors of a version.
 
-The publisher writes them into the index of a version without a base (`Extra.roles`).
+The publisher writes them into the index of a version without a base (`Extra.roles` of
+`weights/versions.py`). `weights/inspect.py: diff_versions` selects by them, and so do readers of
+other projects: ``docs/weights.md`` lists them. A change affects only versions that are published
+afterwards.
 """
 
 import re

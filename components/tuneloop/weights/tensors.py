@@ -1,7 +1,9 @@
 """Read chosen tensors of a published version, without the others.
 
 `weights/inspect.py` compares versions by it, and readers that need a part of a model use it as a
-library.
+library. It restores a tensor as `weights/delta.py: patch_checkpoint` does, in memory: what changes
+there about the order of deltas or their proof changes here, too. The tests are in
+`tests/unit/weights/test_protocol.py`.
 """
 
 from collections.abc import Iterable, Iterator

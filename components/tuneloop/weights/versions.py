@@ -8,8 +8,10 @@
 
 `docs/weights.md` is the protocol.
 
-An index is written once and read by older and newer releases: a field that is added to `Extra` is
-one that older readers refuse (``extra="forbid"``), and needs another `format`.
+An index is written once and read by older and newer releases: a field that is added to `Extra` or
+`File` is one that older readers refuse (``extra="forbid"``), and needs another `format`. The tests
+are in `tests/unit/weights/test_protocol.py` and `tests/unit/weights/test_layout.py`, which has a
+reader of its own.
 """
 
 import contextlib
@@ -36,7 +38,8 @@ Hex = str
 class File(BaseModel, frozen=True, extra="forbid"):
     """A file of the assembled directory.
 
-    Safetensors have a `header`, others the `digest` of all their bytes.
+    Safetensors have a `header`, others the `digest` of all their bytes. Code that asks whether a
+    file is safetensors asks for its `header`.
     """
 
     size: int = Field(ge=0)
@@ -65,7 +68,12 @@ class Metadata(BaseModel, frozen=True, extra="forbid"):
 
 
 class Extra(BaseModel, frozen=True, extra="forbid"):
-    """The fields that tuneloop adds, under its own key, which other readers ignore."""
+    """The fields that tuneloop adds, under its own key, which other readers ignore.
+
+    `weights/publish.py` fills them, `describe_full` for full versions and `_describe_delta` for
+    deltas. Readers need `stored_bytes`, too: `weights/restoration.py` chooses by it, and
+    `weights/materialize.py: _take_from_cache` computes the size of a delta's file from it.
+    """
 
     format: Literal[1] = 1
     files: dict[str, File]
@@ -156,12 +164,19 @@ class Index(BaseModel, frozen=True, extra="forbid"):
         return {name: file.header for name, file in files if file.header}
 
     def encode_json(self) -> bytes:
-        """Return the bytes of the index in the store; its digest is that of these."""
+        """Return the bytes of the index in the store; its digest is that of these.
+
+        `weights/materialize.py: _find_cache` names a directory of the cache by them. So another
+        form of the same index is another delta to caches, and to the index after it.
+        """
         text = self.model_dump_json(exclude_none=True, by_alias=True)
         return text.encode()
 
     def has_state_of(self, other: "Index") -> bool:
-        """Return whether both assemble to the same files."""
+        """Return whether both assemble to the same files.
+
+        Publishers decide by it whether a version that exists is theirs.
+        """
         if self.tuneloop.checksums != other.tuneloop.checksums:
             return False
         # How a file is stored makes no difference.
@@ -379,7 +394,9 @@ def digest_weights(headers: Mapping[str, Hex], checksums: Mapping[str, Hex]) -> 
     """Compute the digest that stands for all weights of a model: xxh3-128, in hexadecimal.
 
     It is that of lines ``name digest``: first of the safetensors files with the digests of their
-    headers, then of the tensors with their checksums, both sorted by name.
+    headers, then of the tensors with their checksums, both sorted by name. The text is published
+    (`Extra.readers_digest`), and engines prove their tensors by it
+    (`inference/engines/_tensors.py`).
     """
     lines: list[str] = []
     for digest_by_name in (headers, checksums):
@@ -397,5 +414,8 @@ def get_delta_folder(folder: str, delta_index: Hex) -> str:
 
 
 def get_version_reference(entry: Entry) -> str:
-    """Return the pointer's reference to a version: relative, so that a root can be moved."""
+    """Return the pointer's reference to a version: relative, so that a root can be moved.
+
+    `Chain` takes the digest of the index from behind its last colon.
+    """
     return f"{entry.folder}@xxh3-128:{entry.digest}"

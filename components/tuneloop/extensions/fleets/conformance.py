@@ -26,13 +26,18 @@ from tuneloop.inference.engines.endpoint import ROUNDING, check_url
 from tuneloop.inference.proof import read_canary
 
 FAR = 1_000_000
-"""Added to the served version, this gives one that no run has reached."""
+"""Added to the served version, this gives one that no run has reached; its thousandfold is an id
+that no vocabulary has.
+"""
 FIRST_ID = 3
 """Prompts have no lower ids: tokenizers put their special tokens there."""
 SAMPLING: JsonMapping = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": []}
-"""What a request asks for unless a check says otherwise."""
+"""What a request asks for unless a check says otherwise: the fields of `Sampling` of
+`inference/engines/__init__.py`. To `make_request` a keyword argument of another name is a field of
+the request itself.
+"""
 FIELDS = {"ids": list, "logprobs": list, "finish_reason": str, "start_version": int}
-"""Field of a completion → its type."""
+"""Field that every completion has → its type."""
 
 
 class Failed(AssertionError):
@@ -45,7 +50,7 @@ class Skipped(RuntimeError):
 
 @dataclass
 class Probe:
-    """An endpoint under test.
+    """An endpoint under test, with the options of `tuneloop endpoint check` (`cli/endpoint.py`).
 
     Attributes:
         url: of the endpoint, without ``/generate``.
@@ -474,6 +479,10 @@ def check_weights(probe: Probe) -> None:
         )
 
 
+# Its name without ``check_`` and its docstring are a row of the table that
+# `tuneloop endpoint check` prints. ``docs/weights.md`` says how many there are, and
+# `tests/unit/inference/test_conformance.py` plants faults in `tests/unit/inference/peer.py`, for
+# each the check that is to catch it.
 CHECKS: tuple[Callable[[Probe], None], ...] = (
     check_form,
     check_lengths,

@@ -13,7 +13,8 @@ with tuneloop describes itself besides, and so may one that an entry point names
   `tuneloop.config.engines` takes for them.
 
 All of this is read before anything runs, on a machine that may lack the engine's libraries, and so
-the module imports none of these at its head.
+the module imports none of these at its head. A module of this package is an engine that users may
+name, unless its name begins with an underscore.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +33,12 @@ from tuneloop.formats.rollouts import Completion, Request, TokenId
 class Sampling:
     """Sampling in vLLM's terms, without top-p or top-k.
 
+    It is sent to servers (`inference/http_api.py: GenerateBody`), and one that does not know a
+    field ignores it without a word. Each engine has to heed it: `submit` of
+    `inference/engines/vllm.py`, `_generate_batch` of `inference/engines/transformers.py`.
+    `inference/conformance.py: SAMPLING` and the fact ``sampling`` (`inference/generate.py`) list
+    the fields, too.
+
     Attributes:
         temperature: 0 is greedy.
         max_tokens: of a completion.
@@ -44,15 +51,23 @@ class Sampling:
 
 
 Done = Callable[[int], None]
-"""Called with the number of requests finished so far; what it raises ends the generation."""
+"""Called with the number of requests finished so far; what it raises ends the generation.
+
+A stage learns of SIGTERM by it (`inference/generate.py`): an engine calls it often, also while no
+request ends.
+"""
 
 
 @dataclass(frozen=True)
 class EngineReport:
     """What an engine says of itself since it loaded a policy. The defaults say nothing.
 
+    A field that is added is noted only if `list_notes` lists it. `runs/delivery.py` reads the notes
+    ``pulled`` and ``refitted``.
+
     Attributes:
-        max_staleness: versions that a token may be older than the policy.
+        max_staleness: versions that a token may be older than the policy; not a note, but part of
+            the fact ``staleness`` (`inference/generate.py`).
         pulled: timings of the last pull of a published version, by its servers.
         replicas: URL of a server → the ``requests`` that it finished and, if it was ``lost``, why.
         determinism: what decides the bits: ``device``, ``threads``, ``batch_invariant``.
@@ -81,6 +96,11 @@ class Engine(Protocol):
 
     They are -1 and "" while none is loaded. `context` is the maximum number of tokens of a prompt
     with its completion.
+
+    Engines do not extend it. A member that is added is missing from those of third parties, and
+    `isinstance` then says that they are neither `Remote` nor `Readable`: their tensors are no
+    longer compared, and their restarts no longer proved, without a word. Those that ship are
+    `Vllm`, `Transformers`, `Endpoint`, `Client` and `Replicas`.
     """
 
     name: str
@@ -116,6 +136,10 @@ class Engine(Protocol):
 class Remote(Engine, Protocol):
     """An engine in another process, which may die and be restarted while it is used.
 
+    `inference/generate.py` sets both attributes of an engine that has them: `Client` and
+    `Replicas`. `Endpoint` has neither: it demands a version with every request, and checks that of
+    every answer.
+
     Attributes:
         check: called during a wait for that process; an error that it raises ends the wait.
         prove: called with the engine once a restarted process serves the policy; raises an error
@@ -129,6 +153,10 @@ class Remote(Engine, Protocol):
 @dataclass(frozen=True)
 class TensorProof:
     """What reading back said of an engine.
+
+    A server sends it (`inference/http_api.py: served`), and a client of another release makes it of
+    the fields that arrive (`inference/engines/_client.py: read_back`), which refuses unknown ones
+    and needs those without a default. `inference/proof.py: describe` writes it into manifests.
 
     Attributes:
         digest: of the files that the engine's tensors were compared with (`digest_model`).
@@ -156,7 +184,7 @@ class TensorProof:
 
 @runtime_checkable
 class Readable(Engine, Protocol):
-    """An engine whose tensors can be compared with a checkpoint's."""
+    """An engine whose tensors can be compared with a checkpoint's (`inference/proof.py`)."""
 
     def read_back(self, policy: Artifact) -> TensorProof | None:
         """Compare the tensors that the engine holds with a checkpoint's; None if it cannot."""

@@ -10,7 +10,8 @@ verifies it again, and requests the rest.
 
 `inference/served.py` (`open_client`) opens it for stages, and the gateway for sessions
 (`extensions/gateway/sampler.py`). Its requests and answers are those of `inference/http_api.py`:
-both change together, and a server may be older than its client.
+both change together, and a server may be older or newer than its client. An older server ignores a
+new field of a request. A new field of a completion makes `Completion` raise here.
 """
 
 import ipaddress
@@ -36,16 +37,17 @@ Value = TypeVar("Value")
 Finished = dict[int, list[Completion]]
 """Key of a request → its completions."""
 PROMPTS = 4096
-"""Maximum requests in one POST."""
+"""Maximum requests in one POST; `GenerateBody` of `inference/http_api.py` takes more."""
 TOKENS = 2**19
-"""Maximum tokens in one POST, of requests that are padded to the longest: a server accepts 4 MiB.
+"""Maximum tokens in one POST, of requests that are padded to the longest: a server accepts 4 MiB
+(`inference/http_api.py: BATCH_BYTES`).
 
-A token id takes up to 8 bytes, a seed 24, the rest of a prompt 256.
+A token id takes up to 8 bytes, a seed 24, the rest of a prompt 256 (`_count_requests_per_post`).
 """
 LOSSES = 3
 """The client gives up after so many losses in a row without a finished request in between."""
 IN_WORKFLOW = "TUNELOOP_NODE_NAME"
-"""Set in every pod, on a cluster and on this machine."""
+"""Set in every pod, on a cluster and on this machine (`argo/pod_fields.py`, `kfp/template.py`)."""
 HERE_S = 1800.0
 """Seconds that a local workflow's server may be away.
 
@@ -143,7 +145,10 @@ class Client:
         *,
         prompt_logprobs: bool = False,
     ) -> None:
-        """Add the missing completions to `results`, under the keys of `requests`."""
+        """Add the missing completions to `results`, under the keys of `requests`.
+
+        `inference/engines/_replicas.py` calls it, so that what a lost server finished is kept.
+        """
         batch = _count_requests_per_post(requests.values())
 
         def attempt() -> None:
@@ -269,6 +274,7 @@ class Client:
     # Requests
 
     def _load(self, policy: Artifact, force: bool) -> None:
+        """Have the policy served, and take over what the server says of itself (``/version``)."""
         if self.sleeps:
             self._json("POST", "/wake_up", {})
         served = self._json("GET", "/version")

@@ -17,7 +17,11 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.server_token import build_token_headers
 
 LATER = (409, 425)
-"""Statuses after which another attempt may succeed, besides those of `is_transient`."""
+"""Statuses after which another attempt may succeed, besides those of `core/http.py: is_transient`.
+
+`inference/http_api.py` answers 409 where another version is served. A status that is in neither is
+the user's mistake, and ends the stage.
+"""
 
 
 class Lost(Unavailable):

@@ -8,8 +8,10 @@ compared.
 Under tensor parallelism each worker compares its own part of every tensor. The sizes of its layers
 tell that part; they are checked against the files, so that the parts together are the whole.
 
-`inference/engines/vllm.py` calls it on the thread that owns the engine. It uses vLLM's private parts, so a
-new release of vLLM is tried against its tests first.
+`inference/engines/vllm.py` calls it on the thread that owns the engine. It uses vLLM's private
+parts, so a new release of vLLM is tried first against `tests/local/test_vllm.py` and
+`tests/local/test_architectures.py`. `tests/unit/inference/test_readback.py` compares a plain module
+in vLLM's place, and does not reload.
 """
 
 from __future__ import annotations
@@ -27,11 +29,16 @@ from tuneloop.inference.engines._tensors import Readback, is_same, read_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Experts of models whose files have other names, or one tensor for all, are compared as other
+# layers are: where vLLM has no layer of such a name they count as unread.
 EXPERT = re.compile(
     r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight$"
 )
 UNKNOWN_LAYOUT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a layer that lacks what is asked of it may raise."""
+"""What a layer that lacks what is asked of it may raise. Its tensors count as unread then: a fault
+of this module shows only as the proof "tensors, in part" (`inference/proof.py`), or as a version
+that a server that follows refuses (`inference/follower.py: prove_tensors`).
+"""
 
 
 def reload_weights(engine: Any, model: Path) -> None:

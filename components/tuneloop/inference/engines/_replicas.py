@@ -6,7 +6,7 @@ servers. A lost server is not used again until the engine is closed; the others 
 requests. Only the last remaining server is waited for.
 
 `inference/served.py` opens it where an endpoint has several URLs. `inference/generate.py` proves
-each replica by itself.
+each replica by itself, by `call_each`: one that is lost is proved no more.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -154,7 +154,8 @@ class Replicas:
 
     def _find_replica(self, request: Request) -> Client:
         """Find the live replica of a request: its own, or the one that stands in for it."""
-        # A later turn of an episode has the name of its group and the number of its sample.
+        # A later turn of an episode has the name of its group and the number of its sample, as
+        # `formats/rollouts.py: request_id` writes it.
         group = request.id.rpartition("-s")[0]
         name = group if group in self._numbers else request.id
         number = self._numbers.setdefault(name, len(self._numbers))

@@ -2,7 +2,10 @@
 
 They are a package or an architecture that it lacks, and a kernel that refuses the model's shape. A
 server that meets one of these ends with exit code 2, as starting it again would meet it again. What
-may pass, as too little memory or a device that is away, is left to be retried.
+may pass, such as too little memory or a device that is away, is left to be retried.
+
+`inference/engines/_vllm_start.py` asks it of errors of the start, `inference/engines/vllm.py` of
+those of the first step. `tests/local/test_architectures.py` has models that vLLM refuses.
 """
 
 import json
@@ -17,9 +20,10 @@ PASSING = re.compile(
     r"background process|root cause",
     re.IGNORECASE,
 )
-"""What a RuntimeError speaks of that may be otherwise at the next start.
+"""Words of a RuntimeError whose cause may be gone at the next start, or is in another process.
 
-Also the words of one whose cause is in another process.
+A word that is too common makes a server start again until its attempts are used up, where the
+user's mistake should be named; a word that is missing ends a run at a passing fault.
 """
 OTHER_ENGINE = "take the engine transformers, or another vLLM"
 

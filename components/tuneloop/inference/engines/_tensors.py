@@ -1,6 +1,7 @@
 """What an engine's tensors are compared with, and what the comparison found.
 
-Engines that can be read back return a `TensorProof`, by which `inference/proof.py` decides.
+Engines that can be read back return a `TensorProof`, by which `inference/proof.py` decides. The
+tests are `tests/unit/inference/test_readback.py` and `tests/unit/inference/test_transformers.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ class Readback:
 
 
 def digest_model(model: Path) -> str:
-    """Compute the xxh3-128 of all tensors of a model directory, with their names and shapes."""
+    """Compute the xxh3-128 of all tensors of a model directory, with their names and shapes.
+
+    Server and stage compute it each (`inference/http_api.py`,
+    `inference/proof.py: compare_tensors`): with another computation a server of an earlier release
+    counts as stale.
+    """
     checkpoint = Checkpoint(model)
     return digest_weights(checkpoint.headers, compute_checksums(checkpoint))
 

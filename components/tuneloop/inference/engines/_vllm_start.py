@@ -2,6 +2,9 @@
 
 With ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` the engine core runs in the calling process: it starts ten
 times faster than in one of its own, and uses all cores.
+
+`inference/engines/vllm.py` calls it. The tests are `tests/local/test_vllm.py` and
+`tests/local/test_architectures.py`.
 """
 
 import json
@@ -23,7 +26,8 @@ INSTALL = (
 def quiet_vllm() -> None:
     """Set vLLM's variables to keep its core in this process and to log errors only.
 
-    Variables that are set already are kept. Call it before vLLM is imported, which reads them.
+    Variables that are set already are kept. Call it before vLLM is imported, which reads them:
+    `local/warm.py` does before its process imports vLLM.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -134,6 +138,7 @@ def _choose_cpu_defaults(model: Path) -> JsonObject:
         # Layers with a recurrent state share a prefix only between chunks.
         defaults["enable_prefix_caching"] = False
     if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        # vLLM's default would take most of the memory.
+        # vLLM's default would take most of the memory. `argo/memory_estimate.py: CPU_POOL` is the
+        # same number: a pod's memory is estimated with it.
         defaults["kv_cache_memory_bytes"] = 1 << 30
     return defaults

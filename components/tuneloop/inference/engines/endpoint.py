@@ -54,7 +54,13 @@ Form = TypeVar("Form")
 
 
 class Options(BaseModel, frozen=True, extra="forbid"):
-    """``engine_args`` of the engine `endpoint`."""
+    """``engine_args`` of the engine `endpoint`.
+
+    `config/loop.py: max_staleness` reads `max_staleness` where it is set, and takes 0 otherwise.
+    `fleet` is set by the section `engine.weights` (`config/engine_weights.py: RefitFleet`), and is
+    left out of a stage's identity (`inference/generate.py: input_identity`); any other field is
+    part of it.
+    """
 
     max_staleness: int = Field(
         0, ge=0, description="versions that a token may be older than the policy"
@@ -133,7 +139,7 @@ def check_urls(text: str) -> list[str]:
 
 
 class Piece(BaseModel, strict=True):
-    """Tokens of one completion."""
+    """Tokens of one completion, as a server streams them (`inference/served.py: Tokens`)."""
 
     index: int = Field(ge=0)
     ids: Ids
@@ -520,7 +526,11 @@ class Endpoint:
             raise
 
     def _prepare(self, url: str, payload: JsonObject) -> JsonObject:
-        """Return the request, as the user's hook has changed it, and the limits of its retries."""
+        """Return the request, as the user's hook has changed it, and the limits of its retries.
+
+        The keys are an interface: users' hooks read and change them (`Options.hook`). `_send` and
+        `_retry` read them afterwards.
+        """
         headers = {"Content-Type": "application/json"}
         headers |= build_token_headers()
         fields: JsonObject = {

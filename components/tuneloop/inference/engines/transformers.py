@@ -1,6 +1,9 @@
 """The engine that needs only torch and transformers, for any decoder of transformers.
 
-It samples in the stage's process and is deterministic.
+It samples in the stage's process and is deterministic. The gateway samples its snapshots by it, too
+(`extensions/gateway/resident.py`, by `serve`), and a third party's engine with servers may wrap it
+(``docs/extending.md``: `change`, `compare_files` and `summarize` have the parameters of
+`ServedEngine`).
 
 Each step is one forward over all live rows. A prompt is prefilled once, however many completions it
 gets; rows leave the batch as they finish. Every completion draws its noise from a generator of its
@@ -64,8 +67,12 @@ def check_engine_args(args: JsonMapping, prefix: str = "--engine-args ") -> None
 class Transformers:
     """`Engine` over a `transformers` model.
 
+    Its parameters are the ``engine_args`` that users may set: one that is added needs no other
+    place.
+
     Args:
-        dtype: of weights and arithmetic; ``auto``: float32 on a CPU, the saved dtype on a GPU.
+        dtype: of weights and arithmetic; ``auto``: float32 on a CPU, the saved dtype on a GPU, as
+            in `inference/chat.py`.
         max_model_len: maximum tokens of a sequence; None: the model's own limit.
         max_num_seqs: maximum completions that are generated together.
         attn_implementation: transformers' name of the attention; None: its default.

@@ -8,7 +8,9 @@ make one batch, in their order, which shares no step and no prefix cache with an
 uses batch-invariant kernels where they exist.
 
 A stage calls `generate` and `score` in its own process. A server drives the same class step by step
-from one thread (`inference/engine_loop.py`). The two uses are never mixed in one process.
+from one thread (`inference/engine_loop.py`). The two uses are never mixed in one process. The tests
+are `tests/local/test_vllm.py`, `tests/unit/inference/test_options.py`, and
+`tests/unit/sharing/test_snapshot.py` for ``snapshot``.
 """
 
 import ast
@@ -38,7 +40,11 @@ CAPABILITIES = Capabilities(serves=True)
 DETERMINISTIC = "deterministic"
 SNAPSHOT = "snapshot"
 ADDED_ARGS = (DETERMINISTIC, SNAPSHOT)
-"""The engine arguments that are tuneloop's own."""
+"""The engine arguments that are tuneloop's own, and true or false.
+
+The section `engine` sets them (`config/engines.py: VllmEngine`), and `argo/memory_estimate.py`
+reads ``snapshot``. They are not given to vLLM.
+"""
 RESERVED_ARGS = (
     "model",
     "tokenizer",
@@ -52,7 +58,11 @@ RESERVED_ARGS = (
 With other values a rollout would not be what its manifest says.
 """
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
-"""Fields of a model's configuration that may differ between versions of one policy."""
+"""Fields of a model's configuration that may differ between versions of one policy.
+
+`Vllm.change` refuses a policy that differs in any other. So a field that a newer transformers
+writes, or that the trainer changes, ends a run at the first version that has it, unless it is here.
+"""
 
 
 def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> Engine:

@@ -2,8 +2,10 @@
 
 A backend is a module with ``open_fleet(url) -> Fleet``, found by the URL's scheme; a third party's
 is an entry point in the group ``tuneloop.fleet`` under its scheme. It only says which workers there
-are now (`Fleet.discover`); `refit_fleet` is the same for all. docs/weights.md has the schemes, and
-the routes of a worker.
+are now (`Fleet.discover`); `inference/fleet/refit.py: refit_fleet` is the same for all.
+``docs/weights.md`` has the schemes, and the routes of a worker. The engine `endpoint` and `tuneloop
+fleet` use fleets. The section `engine.weights` opens one only to check its URL
+(`config/engine_weights.py`): `open_fleet` must not send a request.
 """
 
 import json
@@ -20,7 +22,7 @@ from tuneloop.core.json_types import JsonObject
 from tuneloop.core.server_token import build_token_headers
 
 NOT_VARIANTS = ("graph", "refit")
-"""Modules of this package that are no backends."""
+"""Modules of this package that are no backends: any other is a scheme that users may name."""
 ROUTES = (
     "get_weight_version",
     "pause_generation",
@@ -28,6 +30,10 @@ ROUTES = (
     "flush_cache",
     "resume_generation",
 )
+"""Routes of a worker below ``/engine/``: `inference/fleet/refit.py` calls them, and
+`inference/http_api.py` has them. A worker of Dynamo must have them, too
+(`inference/fleet/dynamo.py: NEEDED`).
+"""
 URLS = {"http": "urls", "https": "urls"}
 """Scheme → backend, where the two have different names."""
 
@@ -41,7 +47,8 @@ class Worker:
     """One worker.
 
     Attributes:
-        id: names its process; a replacement has another id, if the backend can tell.
+        id: names its process; a replacement has another id, if the backend can tell. The note
+            ``refitted`` of a stage has it as a key.
         url: of its administration, without ``/engine``.
         routes: that it has.
     """
@@ -112,7 +119,8 @@ def open_fleet(url: str) -> Fleet:
     name = URLS.get(scheme, scheme)
     backends = plugins.list_variants("fleet")
     if not address or name not in backends:
-        # People write the schemes of `URLS`, not the backend's name.
+        # People write the schemes of `URLS`, not the backend's name. The examples are in the
+        # description of `RefitFleet.fleet` (`config/engine_weights.py`), too.
         schemes = (set(URLS) | set(backends)) - set(URLS.values())
         remedy = (
             "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, "

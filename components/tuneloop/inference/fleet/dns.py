@@ -1,7 +1,8 @@
 """A fleet behind a name with several addresses, as ``dns://rollout-workers.tuneloop.svc:8000``.
 
-A headless Service has one for each ready pod, which identifies the worker. Rollouts in pods use it,
-as it needs no token.
+A headless Service has one address for each ready pod. Rollouts in pods use it, as it needs no
+token. The address is the worker's id: a pod that takes the address of another in the middle of a
+refit is not seen as new. `inference/fleet/service.py` tells such pods apart, by their uids.
 """
 
 import socket

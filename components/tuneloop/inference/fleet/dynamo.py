@@ -15,13 +15,17 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.inference.fleet import ROUTES, Fleet, Worker, parse_service_url
 
 FRONTEND_PORT = 8000
+"""The port of the frontend's Service, where the URL has none; `inference/fleet/graph.py` and
+`cli/fleet.py` probe it.
+"""
 RL_PORT = 8001
+"""The port of the list of workers, which the graph's manifest sets as ``DYN_RL_PORT``."""
 NEEDED = {name for name in ROUTES if name != "flush_cache"}
 """Routes that a worker must have; one without ``flush_cache`` drops its cache as it pauses."""
 
 
 class Dynamo:
-    """See the module.
+    """A fleet whose frontend lists its workers.
 
     Attributes:
         name: of the graph.

@@ -7,8 +7,11 @@ or if its job cannot be started; a graph that existed before is used as it is. A
 run gets the run's workflow as owner once that exists, and is deleted with it or with the run
 (`tuneloop.cluster.reservations`). The service accounts of a manifest stay, and none is ever set.
 
-Who uses it: a submission whose run has a graph of its own (`cluster/submission.py`), the step that
-deletes it (`cluster/reservations.py`), and `tuneloop fleet`.
+Its callers are a submission whose run has a graph of its own (`cluster/submission.py`), the step
+that deletes it (`cluster/reservations.py`), and `tuneloop fleet` (`cli/fleet.py`). To a run the
+workers of a graph are a fleet of `inference/fleet/dynamo.py`. The rights of people and of the step
+are in ``manifests/admin/namespace/rights.yaml``: a call of another kind needs one there. The tests
+are `tests/unit/inference/test_graph.py`.
 """
 
 import copy
@@ -40,7 +43,9 @@ GROUP = "nvidia.com"
 KIND = "DynamoGraphDeployment"
 PLURAL = "dynamographdeployments"
 VERSIONS = ("v1beta1", "v1alpha1")
+"""Versions of the API, the newest first; `_list_main_containers` knows the form of each."""
 POD_LABEL = "nvidia.com/dynamo-graph-deployment-name"
+"""The operator writes it on the pods of a graph."""
 NO_SERVER = (0, 502, 503, 504)
 """No answer, and the statuses by which a proxy says that its server is down.
 
@@ -61,7 +66,7 @@ Tell = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Gate:
-    """One condition of readiness.
+    """One condition of readiness, which `tuneloop fleet status` prints, too.
 
     Attributes:
         name: ``operator``, ``pods`` or ``frontend``.

@@ -7,8 +7,8 @@ by itself, and the failure is raised here, so that no rollout counts. A fleet th
 given up after `PASSES`. A refit can be repeated: a worker that has the version is only resumed, in
 case a killed refit left it paused.
 
-The engine `endpoint` refits before it samples with a new version, and `tuneloop fleet refit` by
-hand.
+The engine `endpoint` calls it before it samples with a new version, and people by `tuneloop fleet
+refit`.
 """
 
 import time
@@ -45,6 +45,9 @@ class Target:
 class Refitted:
     """The timings of a refit.
 
+    The engine `endpoint` notes its fields as ``refitted`` in a stage's manifest, and
+    `runs/delivery.py: REFIT_SHAPE` requires some of them, also of earlier runs.
+
     Attributes:
         workers: id → seconds for which it was paused; 0 if it had the version already.
         updates: id → seconds of the pause that ``update_weights_from_disk`` took, for workers that
@@ -62,7 +65,10 @@ class Refitted:
 
 
 def make_target(policy: Artifact) -> Target:
-    """Name a checkpoint: by its directory where the store is a volume, else by its reference."""
+    """Name a checkpoint: by its directory where the store is a volume, else by its reference.
+
+    `inference/http_api.py: update` takes both forms, and the label by a pattern.
+    """
     version = VersionFacts.read(policy).version
     digest = policy.manifest.digest
     local = local_path(policy.url)

@@ -1,9 +1,9 @@
 """A fleet behind a Kubernetes Service: ``service://name.namespace:port``, from its EndpointSlices.
 
-The role tuneloop-user has the permission to list these. A stage's pod has not, and finds its fleet by
-DNS (`inference/fleet/dns.py`).
-The id of a worker is its pod's uid: a pod that replaces another under the same address is a new
-worker.
+The role tuneloop-user may list these (``manifests/namespaced/accounts.yaml``), and so may the
+autoscaler (``manifests/components/rollout-autoscaler``). A stage's pod may not, and finds its fleet
+by DNS (`inference/fleet/dns.py`). The id of a worker is its pod's uid: a pod that replaces another
+under the same address is a new worker.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,9 @@ SLICES = ("discovery.k8s.io", "v1", "endpointslices")
 
 
 class Service:
-    """See the module.
+    """A fleet that is listed by the Kubernetes API.
+
+    `cluster/autoscaler.py` uses it, too.
 
     Attributes:
         port: of the pods; None: their only one.

@@ -1,6 +1,7 @@
 """A fleet whose workers are listed: ``http://a:8000,http://b:8000``.
 
-`discover` leaves out those that are down.
+`discover` leaves out those that are down. A worker's URL is its id: one that is restarted in the
+middle of a refit is not seen as new.
 """
 
 import contextlib
