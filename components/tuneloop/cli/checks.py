@@ -1,4 +1,10 @@
-"""The checks that are made before a run changes anything."""
+"""The checks that are made before a run changes anything, and the choice of settings before them.
+
+What is refused wherever a run is executed belongs into `planning/limits.py: find_limits`, which
+`run`, `plan`, `lint`, `submit`, `schedule` and `kfp` ask; what only this machine lacks, into
+`check_local_run`; what a cluster lacks, into `cluster/preflight.py`. `resume` and `fork` ask
+`check_local_run` alone.
+"""
 
 import importlib.util
 import json
@@ -156,7 +162,8 @@ def choose_demo_engine() -> tuple[str, str]:
 def list_server_ports(workflow: JsonMapping) -> Iterator[tuple[str, int]]:
     """Yield template and port of every server that the workflow starts.
 
-    The port is that of the server's readiness probe.
+    The port is that of the server's readiness probe (`argo/template.py: server_template`): a server
+    without one is not found here, and its port is not checked.
     """
     for template in workflow["spec"].get("templates", ()):
         container = template.get("container") or {}

@@ -1,4 +1,8 @@
-"""The command that deletes what a run no longer needs."""
+"""The command that deletes what a run no longer needs.
+
+`runs/retention.py` finds and deletes it. Published weight versions have their own: `weights.py:
+delete_unused_weights`.
+"""
 
 from collections import Counter
 from typing import Annotated

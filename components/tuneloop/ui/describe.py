@@ -1,8 +1,9 @@
 """The data of a run that the pages show, as JSON: its current state, its artifacts, and its
 weights.
 
-Whoever reads it knows its keys by their names alone: `ui/static/*.js`, `ui/report.py`, `cli/watch.py`,
-`cli/live.py` and `kfp/progress.py`.
+Whoever reads it knows its keys by their names alone: `ui/static/*.js`, `ui/report.py`, `cli/watch.py`
+and `cli/live.py`. A key that is added is shown by none of them until they name it; no type checker
+sees the scripts. ``tuneloop status --json`` has other keys (`cli/inspect.py: _describe_run`).
 """
 
 import math
@@ -35,15 +36,20 @@ from tuneloop.weights.inspect import list_versions
 SPARKLINE_POINTS = 60
 """About so many rewards are drawn as a line that is a hundred pixels wide."""
 PROGRAM = ("tuneloop", "python", "image")
-"""The entries of a manifest's provenance that are listed beside its packages."""
+"""The entries of a manifest's provenance (`core/provenance.py`) that are listed beside its packages.
+
+An artifact without such an entry adds ``None`` to the list.
+"""
 
 
 class Progress(TypedDict):
     """What an executor knows of a run.
 
     Attributes:
-        phase: as `Run.phase`, in lower case.
+        phase: as `Run.phase`, or a phase of Argo in lower case. One that is new has to be known to
+            `cli/watch.py: CODES`, and has a colour in `ui/static/style.css`.
         message: why, in words; may be empty.
+        stages: in the order in which they began.
     """
 
     phase: str
@@ -265,7 +271,9 @@ def _list_packages(run: Run) -> list[tuple[str, str]]:
 
 
 def _describe_artifact(run: Run, entry: Entry) -> JsonObject:
-    """Describe an artifact by what its manifest states, measured and notes."""
+    """Describe an artifact by what its manifest states, measured and notes: the rows of the page
+    (`ui/static/run.js`, `ui/static/weights.js`) and of its lineage.
+    """
     manifest = entry.manifest
     provenance = manifest.provenance
     inputs: dict[str, str] = {}

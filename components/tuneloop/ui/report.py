@@ -39,7 +39,12 @@ MODULES = (
     "samples.js",
     "app.js",
 )
-"""The page's scripts, each after those that it imports."""
+"""The page's scripts, each after those that it imports.
+
+They become one script in a report, so that a script that is added has to be listed here, and no two
+may define a name in common at their top level (`tests/unit/ui/test_report.py` notices both). An
+import has to be one statement that begins a line and ends with a semicolon.
+"""
 POLICY = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
     "script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src data:; base-uri 'none'; "
@@ -52,7 +57,7 @@ MOST_POINTS = 460
 """The minimum and maximum of one curve: two points for each two pixels."""
 # Limits that keep a report below 1 MB.
 ARTIFACTS = 240
-"""Artifacts of the loop."""
+"""Artifacts of the loop: the newest. The page says how many are left out."""
 VERSIONS = 100
 """Published versions."""
 ROWS = 12
@@ -157,6 +162,9 @@ def freeze_page(
     sentence: str = "",
 ) -> str:
     """Freeze the live page into one file that needs no server.
+
+    Four texts of `static/index.html` are replaced as they stand there: one that is edited in the page
+    alone stays as it is in a report, without an error.
 
     Args:
         title: the page's.
