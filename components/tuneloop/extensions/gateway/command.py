@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 GRACE_S = 60
 """Seconds for running requests after SIGTERM: a request waits for a worker, and for its answer to a
-poll.
+poll. The grace period of the gateway's pod is longer by 10 s
+(`manifests/components/gateway/gateway.yaml`).
 """
 
 

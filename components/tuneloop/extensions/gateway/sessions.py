@@ -52,7 +52,10 @@ class SessionRequest(BaseModel, frozen=True, extra="forbid"):
     patience: float = Field(30.0, ge=1, le=86400, description="the group's patience, in seconds")
 
     def flags(self, folder: str) -> list[str]:
-        """Return the flags of a worker that leases the devices of a group below `folder`, a URL."""
+        """Return the flags of a worker that leases the devices of a group below `folder`, a URL.
+
+        `worker.py: _parse` reads them. Fields without a flag here are unknown to the worker.
+        """
         if not self.lease_group:
             return []
         group = f"{folder}/{STORED_LEASES}/{self.lease_group}"
@@ -159,6 +162,7 @@ class Meter(Counter[str]):
         return self[name]
 
 
+# Read by `jobs.py: Jobs._job`; with ``--local`` only `idle` and `grace` have an effect.
 class WorkerPod(BaseModel, frozen=True, extra="forbid"):
     """The settings of a session's pod."""
 
@@ -203,7 +207,11 @@ class SamplerServer(BaseModel, frozen=True, extra="forbid"):
 
 
 class Settings(BaseModel, frozen=True, extra="forbid"):
-    """The gateway's settings, from a file that is read again for each new session."""
+    """The gateway's settings, from a file that is read again for each new session.
+
+    On a cluster the file is in the ConfigMap of `manifests/components/gateway/gateway.yaml`. An unknown
+    key is refused: a gateway whose file has a key that is removed here does not start.
+    """
 
     default: Quota = Quota()
     namespaces: dict[str, Quota] = {}

@@ -1,4 +1,8 @@
-"""Promotion of a version by a person: a name for it, if its evaluation reaches minima."""
+"""Promotion of a version by a person: a name for it, if its evaluation reaches minima.
+
+A schedule promotes by the same rules, `runs/promotions.py: promote_result`; the record of both is that
+of `formats/promotions.py`. Here is only which evaluation of a version decides.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -19,8 +19,10 @@ from tuneloop.core.errors import UserError
 SIGNATURE = "model.sig"
 STATEMENT = "provenance.sigstore.json"
 CARD = "README.md"
+"""Names of files beside the model's: an interface, as directories that are signed already have them
+(docs/signing.md)."""
 UNSTATED_FILES = {CARD, "LICENSE", STATEMENT}
-"""Files that may be signed without being the model's."""
+"""Files that may be signed without being the model's. Any other file is refused by `attest`."""
 SIGNATURE_TYPE = "https://model_signing/signature/v1.0"
 PROVENANCE_TYPE = "https://slsa.dev/provenance/v1"
 

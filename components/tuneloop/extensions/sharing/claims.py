@@ -23,10 +23,12 @@ ANNOTATION = "tuneloop.dev/share"
 """Annotation of a Workflow: its `Share`, as JSON."""
 
 ROLE_BY_IMAGE = {"rollout": "sampler"}
-"""Logical image → role; an image that is not listed is a trainer's."""
+"""Logical image → role; an image that is not listed is a trainer's. Unless ``share.roles`` is
+``together``, each role has claims and nodes of its own."""
 TRAINER = "trainer"
 PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
-"""Fields of a pod that decide on which node it runs."""
+"""Fields of a pod that decide on which node it runs: lint refuses other values of them than those of
+`pod_patch` and `build_affinity`, so that a field that these write is listed here."""
 
 
 def role_of(image: str) -> str:
@@ -47,7 +49,8 @@ def claim_tag(share: Share, role: str) -> str:
 
 
 def build_sharing_labels(share: Share, role: str) -> dict[str, str]:
-    """Build the labels of a pod that shares devices."""
+    """Build the labels of a pod that shares devices. `colocation.py` and lint find such pods by the
+    first, in the rendered workflow."""
     return {GROUP_LABEL: share.group, ROLE_LABEL: role}
 
 

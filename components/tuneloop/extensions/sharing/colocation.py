@@ -6,7 +6,9 @@ requests, or the last run's pods are never scheduled; and the memory used at a t
 kills a pod. Trainers that stay in memory between leases (the gateway's sessions) also need pinned
 host memory for weights and Adam's two moments.
 
-`preflight.py` asks it before a run is submitted, and `tuneloop plan` prints it.
+`preflight.py` asks it before a run is submitted, and `tuneloop plan` prints it. What a pod uses is
+estimated elsewhere (`argo/memory_estimate.py`): only requests and limits of the rendered pods are
+read here.
 """
 
 from collections.abc import Iterator, Sequence
