@@ -105,9 +105,9 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
 }
 """Heading → name → the function of a command, or the app of a group of commands.
 
-All of these modules are imported by each call of `tuneloop`, so that what is slow to import belongs
-inside of functions (`tests/unit/cli/test_cli.py: test_help_imports_little`). A command that is added
-has a row in docs/commands.md; an extension that has one of this name is refused.
+Each call of `tuneloop` imports all of these modules, so that imports which are slow belong inside of
+functions (`tests/unit/cli/test_cli.py: test_help_imports_little`). A command that is added has a row in
+docs/commands.md. An extension whose command has the same name is refused from then on.
 """
 EXTENSIONS = "Extensions"
 """The heading of the commands of all extensions."""

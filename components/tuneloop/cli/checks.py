@@ -1,9 +1,8 @@
 """The checks that are made before a run changes anything, and the choice of settings before them.
 
-What is refused wherever a run is executed belongs into `planning/limits.py: find_limits`, which
-`run`, `plan`, `lint`, `submit`, `schedule` and `kfp` ask; what only this machine lacks, into
-`check_local_run`; what a cluster lacks, into `cluster/preflight.py`. `resume` and `fork` ask
-`check_local_run` alone.
+A further check belongs in `planning/limits.py: find_limits` if it holds wherever a run is executed:
+`run`, `plan`, `lint`, `submit`, `schedule` and `kfp` ask it, `resume` and `fork` do not. It belongs in
+`check_local_run` if it is about this machine, and in `cluster/preflight.py` if it is about a cluster.
 """
 
 import importlib.util

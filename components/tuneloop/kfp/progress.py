@@ -27,8 +27,8 @@ PHASES = {
 }
 """KFP's states of a run and of its tasks → those that Argo has for them.
 
-In lower case they are phases of a run: `cli/watch.py: CODES` says which of them end a watch, so that
-a run whose phase is missing there is watched for ever. An unknown state counts as ``Pending``.
+In lower case they are phases of a run, and `cli/watch.py: CODES` says which of them end a watch. An
+unknown state counts as ``Pending``, so that its run is watched on.
 """
 
 

@@ -37,8 +37,9 @@ DESCRIPTIONS = {
 }
 """Parameter of the recurring run's task → description.
 
-Each is declared by `build_data_check` as a text, but for ``data``; `create_schedule` gives it a value,
-and `check_data.py` reads it. An existing schedule keeps the parameters with which it was created.
+`build_data_check` declares each as a text, but for ``data``. `create_schedule` gives values to all but
+``run_id`` and ``api``, which `build_data_check` passes; `check_data.py` reads them. An existing schedule
+keeps the values with which it was created.
 """
 
 

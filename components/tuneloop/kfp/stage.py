@@ -134,7 +134,11 @@ def launch_jobset(
 def build_stage_jobset(
     stage: Component, task: Task, nodes: int, processes: int, cluster: Cluster
 ) -> JsonObject:
-    """Build the JobSet of a stage of several nodes; the arguments are those of `launch_jobset`."""
+    """Build the JobSet of a stage of several nodes; the arguments are those of `launch_jobset`.
+
+    On Argo `argo/jobset.py: jobset_steps` builds it: what its pods get there has to be given here,
+    too.
+    """
     url = task.parameters[URL]
     # Named after the output, so that an evicted launcher finds the JobSet that it has started.
     name = f"{stage.template}-{xxhash.xxh3_64_hexdigest(url.encode())}"

@@ -2,8 +2,9 @@
 weights.
 
 Whoever reads it knows its keys by their names alone: `ui/static/*.js`, `ui/report.py`, `cli/watch.py`
-and `cli/live.py`. A key that is added is shown by none of them until they name it; no type checker
-sees the scripts. ``tuneloop status --json`` has other keys (`cli/inspect.py: _describe_run`).
+and `cli/live.py`. A key that is added is shown by none of them until they name it, and no type checker
+sees the scripts. `kfp/progress.py` makes a `Progress`, too. ``tuneloop status --json`` has other keys
+(`cli/inspect.py: _describe_run`).
 """
 
 import math
@@ -46,8 +47,9 @@ class Progress(TypedDict):
     """What an executor knows of a run.
 
     Attributes:
-        phase: as `Run.phase`, or a phase of Argo in lower case. One that is new has to be known to
-            `cli/watch.py: CODES`, and has a colour in `ui/static/style.css`.
+        phase: as `runs/run_record.py: Run.phase`, or a phase of Argo in lower case. One that is new
+            needs an entry in `cli/watch.py: CODES` if the run is over, and a colour in
+            `ui/static/style.css`.
         message: why, in words; may be empty.
         stages: in the order in which they began.
     """

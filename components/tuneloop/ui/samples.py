@@ -5,8 +5,8 @@ The page asks for it by `ui/app.py`, and the report by `ui/report.py`. Columns a
 `formats/rollouts.py`: all of a file but ``prompt_ids`` are sent, and `ui/static/samples.js` shows
 those that it names.
 
-A report searches and sorts in the browser: `ui/static/frozen.js: chooseRows` repeats what
-`_select_places` and `_sort_places` do, and no test compares the two.
+In a report the browser searches and sorts: `ui/static/frozen.js: chooseRows` repeats what
+`_select_places` and `_sort_places` do here. Only `tests/local/test_ui.py` looks at both.
 """
 
 import json
