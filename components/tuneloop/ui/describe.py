@@ -132,6 +132,10 @@ def describe_state(
     """Describe the state of a run: its phase, its stages and what each waits for, and its rewards
     for a sparkline.
 
+    The limits of its loop are the parameters ``iterations`` and ``target-reward`` of the workflow, which
+    `argo/pipeline.py` names. `cli/live.py`, `cli/inspect.py`, `runs/summary.py` and `cluster/watch.py`
+    read the first one by its name, too.
+
     Args:
         run: the run.
         cluster: the cluster that executes it, if it is not executed here.

@@ -1,10 +1,10 @@
 """The section `cluster.share`: with whom a run shares devices, and how.
 
 Everything else here reads it; a field that is added is a key of the configuration, and a line of
-docs/sharing.md. What the pods of a workflow read of it is in `sharing/claim_request.py:
-ClaimRequest`, and what the lease reads, a flag of `lease_sidecar.py`. The section is also in the
-annotation `claims.py: ANNOTATION` of rendered workflows, which an older release refuses to read with a
-field that it does not know.
+docs/sharing.md. A field that the step which reserves claims reads belongs in
+`sharing/claim_request.py: ClaimRequest`; one that the lease reads is a flag of `lease_sidecar.py`, too.
+Rendered workflows have the section in an annotation (`claims.py: ANNOTATION`): an older release refuses
+to read it there with a field that it does not know.
 """
 
 from __future__ import annotations
