@@ -365,7 +365,11 @@ def find_position(
 
 
 def read_iteration(loop: PodLoop, store: Store, number: int) -> CommittedIteration:
-    """Read what each step of an iteration has committed, and the evaluation if one is due."""
+    """Read what each step of an iteration has committed, and the evaluation if one is due.
+
+    If a run goes on with a step or an evaluation that it did not have before, its earlier iterations
+    are incomplete: they are run again, in which committed stages end at once.
+    """
     steps = list(loop.steps)
     if loop.check and number % loop.evaluate_every == 0:
         steps.append(loop.check)

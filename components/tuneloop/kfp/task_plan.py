@@ -288,6 +288,8 @@ def _estimate_memory(
 ) -> TaskPlan:
     """Return the plan with the memory of the pods that have no limit yet, as far as it is known.
 
+    For Argo `argo/memory_estimate.py: plan_memory` does it, with the same `estimate_pod`.
+
     Args:
         plan: of the tasks.
         config: settings of the pipeline.

@@ -1,8 +1,9 @@
 """The report of a run: the live page with all data that it would request, in one file that opens
 offline.
 
-`run` writes it when it ends, `tuneloop report` anew, and KFP shows it as a task's output. It has
-the same scripts as the page, and answers in place of their requests.
+`run` writes it when it ends, `tuneloop report` anew, trackers attach it (`runs/tracking.py`), and KFP
+shows it as a task's output (`kfp/report.py`). It has the same scripts as the page, and answers in place
+of their requests.
 """
 
 import base64

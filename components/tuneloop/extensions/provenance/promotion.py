@@ -1,7 +1,8 @@
 """Promotion of a version by a person: a name for it, if its evaluation reaches minima.
 
-A schedule promotes by the same rules, `runs/promotions.py: promote_result`; the record of both is that
-of `formats/promotions.py`. Here is only which evaluation of a version decides.
+Here it is chosen which evaluation of the version decides. The comparison with the minima, the audit and
+the record are in `runs/promotions.py`, where schedules promote, too (`promote_result`), with the former
+policy's reward as a further minimum.
 """
 
 from collections.abc import Mapping
