@@ -29,7 +29,8 @@ from tuneloop.core.store import Store
 from tuneloop.core.threads import forward_signals
 
 PAUSE_S = 10.0
-"""Seconds between two attempts, as on Argo."""
+"""Seconds between two attempts, as on Argo (`argo/pod_fields.py: PAUSE`) and between two pods of a task
+(`task_pod.py: configure_task_pod`)."""
 
 
 def retry_in_process(

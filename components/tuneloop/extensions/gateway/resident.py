@@ -4,8 +4,9 @@
 of stages (`training/checkpoint.py`), so that a run can go on from one.
 
 It builds the trainer of the stages by itself (`Resident._open`, `_read_optimization`), without their
-options: what is added to `training/options.py: Optimization` or to `training/fsdp/trainer.py: Trainer`
-has to be given here, too. Its tests are in `tests/extensions/gateway/test_session.py`.
+options: a field that is added to `training/options.py: Optimization`, and an argument of
+`training/fsdp/policy.py: Policy`, has to be given here, too. Its tests are in
+`tests/extensions/gateway/test_session.py`.
 """
 
 import time
