@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
 
 ChatDtype = Literal["auto", "float32", "bfloat16", "float16"]
+"""Values of ``--dtype``; `inference/chat.py` turns them into types of torch."""
 DIGEST_LENGTH = len("sha256:") + 12
 """Characters of a digest that are shown; `show.py: show_weights` shows as many digits."""
 INVITATION = "> "

@@ -35,6 +35,7 @@ A phase that is not listed counts as going on, so that `watch` would never end. 
 `runs/run_record.py: Run.phase`, of Argo, and of `kfp/progress.py: PHASES`, in lower case.
 """
 BARS = "▁▂▃▄▅▆▇█"
+"""The bars of `draw_sparkline`, the lowest first."""
 
 
 @dataclass

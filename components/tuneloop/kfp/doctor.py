@@ -60,6 +60,7 @@ INSTALL = (
     f"kubectl apply -k '{SOURCE}/cluster-scoped-resources?ref={RELEASE}' && "
     f"kubectl apply -k '{SOURCE}/env/platform-agnostic?ref={RELEASE}'"
 )
+"""The command that installs KFP or updates it, as the remedy of several checks."""
 
 
 def check_kfp(

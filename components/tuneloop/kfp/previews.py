@@ -21,7 +21,7 @@ ROWS = 8
 WIDTH = 160
 """Characters of a cell."""
 BATCH = 64
-"""Rows that are decoded at a time, of which a page shows the first `ROWS`."""
+"""Rows that are decoded at a time. A page shows fewer, `ROWS`."""
 BUFFER = 1 << 16
 """Bytes of a table that one request to the store reads."""
 COLUMNS = (

@@ -28,6 +28,7 @@ MISSING = ("service_account", "priority_class", "env_from")
 own names. Others without a field are refused by the path in the patch that they make."""
 DELETES = "Kubeflow Pipelines can only add to a pod: leave out what deletes"
 RUN_ACCOUNT = "a run of Kubeflow Pipelines has one for all tasks: give it when it is started"
+"""Remedies of settings that are refused: in general, for a patch that deletes, for an account."""
 NO_DEADLINE = "8760h"
 """A year: the deadline of all attempts of a task together, which cannot be left out."""
 

@@ -52,6 +52,7 @@ DESCRIPTIONS = {
 }
 """Parameter of the adapter itself → description; a parameter of a stage has its own."""
 REQUIRED = inspect.Parameter.empty
+"""The default of an input or output that has none."""
 Step = Callable[..., dsl.PipelineTask]
 """Creates a task of the enclosing pipeline: ``step(name, **arguments)``."""
 Signature = dict[str, tuple[Any, Any]]

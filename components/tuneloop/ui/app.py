@@ -53,6 +53,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+"""Headers of all answers."""
 Describe = Callable[[Run, Request], Any]
 """Computes the answer to a request about a run."""
 

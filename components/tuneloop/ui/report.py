@@ -51,6 +51,8 @@ POLICY = (
     "script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src data:; base-uri 'none'; "
     "form-action 'none'; require-trusted-types-for 'script'\">"
 )
+"""Content security policy of a report: only the script and the style with these digests. The live page
+has its own, `ui/app.py: POLICY`."""
 POINTS = 10_000
 """The number of points of all curves together."""
 FEWEST_POINTS = 20

@@ -89,6 +89,7 @@ MOST_MATCHES = 2**22
 """The maximum number of matches, which takes seconds. A batch of Tinker's client has at most one in
 eight bytes."""
 DEPTHS = {b"{": 1, b"[": 1, b"}": -1, b"]": -1}
+"""Bracket → by how much it changes the depth of what follows."""
 CLIENT_CONFIG: JsonObject = {
     "pjwt_auth_enabled": False,
     "proto_compress_fwdbwd": False,

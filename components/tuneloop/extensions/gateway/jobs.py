@@ -43,6 +43,7 @@ PORT = 8000
 TIMEOUT = {"_request_timeout": 30}
 """Timeout of a request to the API server, in seconds."""
 JOB = Path(__file__).with_name("session.yaml")
+"""The template of a Job, which `Jobs._job` completes."""
 
 
 class Jobs:

@@ -47,6 +47,7 @@ STAGE = "session"
 MICRO_BATCH = 64
 """The most sequences in one forward pass (`Trainer.plan`)."""
 POLICY_GRADIENT = ("logprobs", "advantages")
+"""Inputs of a policy gradient: the sampler's log-probability of each token, and its advantage."""
 INPUTS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("weights",),
     "importance_sampling": POLICY_GRADIENT,

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.ranks import Ranks
 
 SCHEME = "tinker://"
+"""The beginning of a checkpoint's path, which `CHECKPOINT` matches."""
 DRAINED = "drained"
 """The name of the checkpoint in which a session that ends saves a model (`_save_drained`)."""
 SNAPSHOTS = 2
@@ -58,6 +59,7 @@ UNNAMED = "snapshots"
 NOT_DONE = "not done: its session is ending; continue from its checkpoints"
 log = logging.getLogger("tuneloop.session")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+"""Matches the name that a client gives a checkpoint; it becomes a folder in the store."""
 CHECKPOINT = re.compile(
     rf"({SCHEME})?(?P<namespace>[^:./]*)\.(?P<session>[a-z0-9-]+):train:(?P<number>\d+)"
     rf"/(?P<file>(weights|sampler_weights)/{NAME.pattern})"

@@ -22,12 +22,16 @@ from tuneloop.inference.refusals import Refused
 from tuneloop.sharing.lease_storage import STORED_LEASES
 
 Phase = Literal["queued", "starting", "running", "ending", "ended", "failed"]
+"""How a session stands, as `jobs.py: _phase` and `processes.py: Processes._look` find it. Requests to a
+session in a phase that is not in `ALIVE` are refused with 410, and a phase that uses no quota is named in
+`Quota.check`."""
 ALIVE = ("queued", "starting", "running")
 """Phases in which a session exists. One that is ``ending`` accepts no requests, but uses quota
 until it is gone."""
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 """Matches a name that Kubernetes accepts for a label (RFC 1123)."""
 DAY_S = 86400
+"""Seconds of a day: quotas are counted from midnight UTC on (`Meter`)."""
 
 
 class SessionRequest(BaseModel, frozen=True, extra="forbid"):

@@ -21,6 +21,7 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 
 SCHEMA = Path(__file__).with_name("tinker.textproto")
 PROTOBUF = "application/x-protobuf"
+"""The content type of bodies and answers in protobuf; all others are JSON."""
 # Values of ``dtype`` in the schema.
 FLOAT32 = 1
 INT64 = 2

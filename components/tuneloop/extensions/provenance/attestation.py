@@ -27,6 +27,8 @@ PROGRAM = ("tuneloop", "code", "image", "packages", "device")
 null for one that an artifact lacks. docs/signing.md names them.
 """
 BUILD_TYPE = "https://github.com/tuneloop/tuneloop/blob/main/docs/signing.md#build-type-v1"
+"""The type of the statement. Signed statements have it: another meaning is another type
+(`_describe_build`)."""
 STALE_FILES = [
     "model.safetensors",
     "model.safetensors.index.json",

@@ -25,6 +25,7 @@ UNSTATED_FILES = {CARD, "LICENSE", STATEMENT}
 """Files that may be signed without being the model's. Any other file is refused by `attest`."""
 SIGNATURE_TYPE = "https://model_signing/signature/v1.0"
 PROVENANCE_TYPE = "https://slsa.dev/provenance/v1"
+"""Types of the two statements that `verify_model` takes: model-signing's own, and SLSA's."""
 
 
 def open_signer(key: Path, certificates: Sequence[Path]) -> Any:

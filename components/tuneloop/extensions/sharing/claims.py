@@ -26,6 +26,7 @@ ROLE_BY_IMAGE = {"rollout": "sampler"}
 """Logical image → role; an image that is not listed is a trainer's. Unless ``share.roles`` is
 ``together``, each role has claims and nodes of its own."""
 TRAINER = "trainer"
+"""The role of every image that `ROLE_BY_IMAGE` lacks."""
 PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
 """Fields of a pod that decide on which node it runs: lint refuses other values of them than those of
 `pod_patch` and `build_affinity`, so that a field that these write is listed here."""

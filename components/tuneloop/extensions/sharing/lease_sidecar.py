@@ -35,6 +35,7 @@ FILE = f"{DIRECTORY}/lease.json"
 TOKEN = "lease-token"
 """The volume with the account's token."""
 ACCOUNT_FILES = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Where the sidecar mounts that volume, and Kubernetes' client looks for the token."""
 PROGRAM = ["python", "-m", "tuneloop.sharing.sidecar"]
 """The command of the sidecar. By it the local executor knows a container that it need not start
 (`pod.py: SharingHook.replaces_container`)."""
