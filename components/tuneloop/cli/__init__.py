@@ -105,9 +105,9 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
 }
 """Heading → name → the function of a command, or the app of a group of commands.
 
-Each call of `tuneloop` imports all of these modules, so that imports which are slow belong inside of
-functions (`tests/unit/cli/test_cli.py: test_help_imports_little`). A command that is added has a row in
-docs/commands.md. An extension whose command has the same name is refused from then on.
+Each call of `tuneloop` imports all of these modules, so that imports which are slow belong inside
+of functions (`tests/unit/cli/test_cli.py: test_help_imports_little`). A command that is added has a
+row in docs/commands.md. An extension whose command has the same name is refused from then on.
 """
 EXTENSIONS = "Extensions"
 """The heading of the commands of all extensions."""

@@ -1,8 +1,9 @@
 """The checks that are made before a run changes anything, and the choice of settings before them.
 
 A further check belongs in `planning/limits.py: find_limits` if it holds wherever a run is executed:
-`run`, `plan`, `lint`, `submit`, `schedule` and `kfp` ask it, `resume` and `fork` do not. It belongs in
-`check_local_run` if it is about this machine, and in `cluster/preflight.py` if it is about a cluster.
+`run`, `plan`, `lint`, `submit`, `schedule` and `kfp` ask it, `resume` and `fork` do not. It belongs
+in `check_local_run` if it is about this machine, and in `cluster/preflight.py` if it is about a
+cluster.
 """
 
 import importlib.util

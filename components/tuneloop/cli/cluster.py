@@ -1,9 +1,9 @@
 """Commands that run a pipeline on a cluster with Argo, and look at such runs.
 
 What they do is in `cluster/`: `submission.py`, `schedule.py`, `drift.py`, `watch.py`. Those for
-Kubeflow Pipelines are in `kfp.py`. Keys of `--json` are fields of dataclasses (`cluster/run_list.py:
-ListedRun`, `cluster/watch.py: Status`, `runs/stages.py: StageStatus`): whoever renames a field renames
-a key of docs/commands.md.
+Kubeflow Pipelines are in `kfp.py`. Keys of `--json` are fields of dataclasses
+(`cluster/run_list.py: ListedRun`, `cluster/watch.py: Status`, `runs/stages.py: StageStatus`):
+whoever renames a field renames a key of docs/commands.md.
 """
 
 import time

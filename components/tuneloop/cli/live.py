@@ -1,8 +1,8 @@
 """Show a running run: a live table on a terminal, and one line for each stage or iteration that
 ends.
 
-It learns of progress from the lines that stages print, by the patterns below: whoever changes such a
-line changes the pattern, or the line is not shown any more. The table is that of `watch.py`.
+It learns of progress from the lines that stages print, by the patterns below: whoever changes such
+a line changes the pattern, or the line is not shown any more. The table is that of `watch.py`.
 """
 
 import re
@@ -32,8 +32,8 @@ PROGRESS = re.compile(r"^\w+: (?P<done>\d+)/(?P<total>\d+) \S")
 FACT = re.compile(r"  [A-Za-z]\w* \S+$")
 """The end of such a line with a fact, such as the loss of a step."""
 NOTE = re.compile(r"^data_prep: (?P<note>.+)")
-"""A line of the stage `data_prep`, which begins with its name (`Stage.log`): what was recognised, left
-out, and how many rows there are, or `COMMITTED`. Notes of other stages are not shown."""
+"""A line of the stage `data_prep`, which begins with its name (`Stage.log`): what was recognised,
+left out, and how many rows there are, or `COMMITTED`. Notes of other stages are not shown."""
 ITERATION = re.compile(r"^iteration \d+/\d+  reward ")
 """A line of `local/iterations.py`, one for each iteration of a pod that runs several
 (`tests/unit/local/test_iterations.py` compares both)."""

@@ -58,8 +58,8 @@ def print_verdict(
 def _collect_results(workflows: Sequence[JsonMapping]) -> dict[str, str]:
     """Collect the results of a run, over all its workflows: its mean reward, and its model.
 
-    Both are output parameters of pods, by name: ``mean-reward`` of scorers and evaluators, ``model``
-    of exports.
+    Both are output parameters of pods, by name: ``mean-reward`` of scorers and evaluators,
+    ``model`` of exports.
     """
     pods: list[Node] = []
     evaluators: set[str] = set()

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tuneloop.ui.describe import Ask, RunState
 
 LOOK_S = 1.0
-"""The minimum seconds between two reads of a run, here and in `live.py`. Where a read takes long, ten
-times as long passes between two."""
+"""The minimum seconds between two reads of a run, here and in `live.py`. Where a read takes long,
+ten times as long passes between two."""
 CODES = {"succeeded": 0, "failed": 1, "error": 1, "interrupted": 75, "elsewhere": 75}
 """Phase of a run that has ended, or has committed nothing for a day → exit code.
 

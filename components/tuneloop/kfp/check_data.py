@@ -6,7 +6,8 @@ KFP with the same name goes on with its artifacts), and none starts while anothe
 
 `kfp/schedule.py: DESCRIPTIONS` declares the parameters of this task, and `create_schedule` there
 fills them in: a parameter that is read here has to be added there. It looks at the artifact of
-`data_prep` alone, whatever else the pipeline reads. Its tests are in `tests/unit/kfp/test_client.py`.
+`data_prep` alone, whatever else the pipeline reads. Its tests are in
+`tests/unit/kfp/test_client.py`.
 """
 
 import re

@@ -28,12 +28,14 @@ from tuneloop.kfp.api import DONE, UNAVAILABLE_STATUSES, match_name
 from tuneloop.kube.connection import list_status_nodes, read_api_message
 
 EXPERIMENT = "tuneloop"
-"""The experiment of a run that names none; the default of ``--experiment`` in `cli/kfp.py` is a copy."""
+"""The experiment of a run that names none; the default of ``--experiment`` in `cli/kfp.py` is a
+copy."""
 KUBECONFIG_ADDRESS = "address taken from the kubeconfig"
 """What messages name in place of an address that was not set."""
 ADDRESS_REMEDY = "--endpoint or KF_PIPELINES_ENDPOINT names the API's address"
 TIMEOUT_S = 30
-"""Seconds for one request of a command, as for Argo; the client library itself would wait for ever."""
+"""Seconds for one request of a command, as for Argo; the client library itself would wait for
+ever."""
 INNER = re.compile(r"executor|root|entrypoint|.+-driver|.+\.onExit")
 """Matches the names of nodes that KFP adds to those of tasks. `list_tasks` leaves them out, unless
 the pipeline has a task of that name."""

@@ -83,8 +83,8 @@ class RunSettings:
         """Return key → value of the settings that differ from the compiled ones.
 
         Args:
-            parameters: of the task; KFP's numbers are floats. Of these only the settings of the form
-                and `OTHERS` are read.
+            parameters: of the task; KFP's numbers are floats. Only the settings of the form and
+                `OTHERS` are read.
         """
         typed: JsonObject = {}
         for parameter in list_parameters(self.compiled.settings):
@@ -256,8 +256,8 @@ def _describe_pod(pod: PodPlan) -> JsonObject:
 
 def find_changes(compiled: TaskPlan, plan: TaskPlan) -> dict[str, str]:
     """Return output parameter of the first task → JSON of what another task does otherwise than it
-    was compiled: parameters of a stage, or options of the iterations. Null stands for one that is no
-    longer set.
+    was compiled: parameters of a stage, or options of the iterations. Null stands for one that is
+    no longer set.
 
     `pipeline.py: configure_step` declares these outputs; `stage.py: main` and `iterations.py: main`
     read them as their parameter `CHANGES`.

@@ -43,8 +43,8 @@ class Task:
         result_names: the output parameters that the component has.
         output_file: where the executor output is written.
         results: output parameter → value. `finish` drops a value that the component does not
-            declare, as an older compiled pipeline may lack it. It checks that each declared artifact
-            has a file, and not that each declared parameter has a value.
+            declare, as an older compiled pipeline may lack it. It checks that each declared
+            artifact has a file, and not that each declared parameter has a value.
     """
 
     parameters: JsonObject

@@ -286,8 +286,8 @@ def get_output_name(value: str) -> str:
 def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
     """Report the progress of the loop to KFP: handles, and what the UI shows.
 
-    `loop.py: _build_iterations_signature` declares what is written here: an output or a result needs
-    an entry in both.
+    `loop.py: _build_iterations_signature` declares what is written here: an output or a result
+    needs an entry in both.
 
     Raises:
         UserError: the component declares an output that is not written here.
@@ -367,8 +367,8 @@ def find_position(
 def read_iteration(loop: PodLoop, store: Store, number: int) -> CommittedIteration:
     """Read what each step of an iteration has committed, and the evaluation if one is due.
 
-    If a run goes on with a step or an evaluation that it did not have before, its earlier iterations
-    are incomplete: they are run again, in which committed stages end at once.
+    If a run goes on with a step or an evaluation that it did not have before, its earlier
+    iterations are incomplete: they are run again, in which committed stages end at once.
     """
     steps = list(loop.steps)
     if loop.check and number % loop.evaluate_every == 0:

@@ -1,8 +1,8 @@
 """Describe the progress of a run on Kubeflow Pipelines, for
 `tuneloop.ui.describe.describe_state`.
 
-`cli/kfp.py: connect_to_executor` passes it on to ``tuneloop watch --kfp`` and ``tuneloop ui --kfp``.
-Its tests are in `tests/unit/kfp/test_client.py`.
+`cli/kfp.py: connect_to_executor` passes it on to ``tuneloop watch --kfp`` and ``tuneloop ui
+--kfp``. Its tests are in `tests/unit/kfp/test_client.py`.
 """
 
 from dataclasses import replace

@@ -25,8 +25,8 @@ FIELD = "kfp.model_registry"
 """The setting that messages of a refused request name."""
 BEFORE = "before"
 AFTER = "after"
-"""Inputs of the task: the evaluations before and after the training. `pipeline.py: _register_exports`
-declares and passes them, and all other parameters of this task."""
+"""Inputs of the task: the evaluations before and after the training. `pipeline.py:
+_register_exports` declares and passes them, and all other parameters of this task."""
 DIGITS = 12
 """Digits of the model's digest in a version's name. The name tells whether a model is registered
 already: with another number of digits all models would be registered once more."""

@@ -23,8 +23,8 @@ from tuneloop.core.server_token import VARIABLE, create_token_file
 from tuneloop.local.iterations import Iterations, StageEnded
 
 BOOT_S = 600.0
-"""Seconds within which a server must be ready, as on Argo (`failure_threshold` of the readiness probe
-in `argo/template.py: server_template`)."""
+"""Seconds within which a server must be ready, as on Argo (`failure_threshold` of the readiness
+probe in `argo/template.py: server_template`)."""
 HEALTH_TIMEOUT_S = 5.0
 """Seconds that a starting server has to answer a question about its health."""
 GRACE_S = 30.0
@@ -38,9 +38,9 @@ def run_server(
     """Run the rollout server for the block, and yield its endpoint.
 
     Args:
-        server: as `task_plan.py: _describe_server` describes it: ``port``, ``engine_args``, ``pull``
-            (the server follows published versions), ``engine`` where that is not vLLM and, if it
-            has its own GPUs, ``devices``.
+        server: as `task_plan.py: _describe_server` describes it: ``port``, ``engine_args``,
+            ``pull`` (the server follows published versions), ``engine`` where that is not vLLM
+            and, if it has its own GPUs, ``devices``.
         run: the URL of the run.
         values: have the reference of the ``policy``, and the URL of the published ``weights``.
         pod: what the server works for.

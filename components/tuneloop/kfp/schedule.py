@@ -37,9 +37,9 @@ DESCRIPTIONS = {
 }
 """Parameter of the recurring run's task → description.
 
-`build_data_check` declares each as a text, but for ``data``. `create_schedule` gives values to all but
-``run_id`` and ``api``, which `build_data_check` passes; `check_data.py` reads them. An existing schedule
-keeps the values with which it was created.
+`build_data_check` declares each as a text, but for ``data``. `create_schedule` gives values to all
+but ``run_id`` and ``api``, which `build_data_check` passes; `check_data.py` reads them. An existing
+schedule keeps the values with which it was created.
 """
 
 

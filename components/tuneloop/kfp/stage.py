@@ -46,8 +46,8 @@ URL = "url"
 TARGET = "target_reward"
 """Parameter: the mean reward that ends a loop whose stages are tasks."""
 CHANGES = "changed_settings"
-"""Parameter: what is otherwise than it was compiled, as JSON; null stands for a parameter that is no
-longer set. An output of the first task (`configure.py: find_changes`)."""
+"""Parameter: what is otherwise than it was compiled, as JSON; null stands for a parameter that is
+no longer set. An output of the first task (`configure.py: find_changes`)."""
 REACHED = "target_reached_at"
 """Mark of a handle: the iteration that ended the loop."""
 CONTINUED = "continued_after"
@@ -202,8 +202,8 @@ def report_skipped_stage(stage: Component, task: Task, reason: str) -> None:
     """Report to KFP that the stage was skipped: no reference is passed on except the policy's,
     unchanged.
 
-    Only a stage whose output's name begins with ``checkpoint`` passes its input ``policy`` on. A mark
-    that is added beside `REACHED` has to be copied here.
+    Only a stage whose output's name begins with ``checkpoint`` passes its input ``policy`` on. A
+    mark that is added beside `REACHED` has to be copied here.
     """
     line = f"nothing was done here: {reason}"
     print(line, file=sys.stderr)
@@ -270,8 +270,8 @@ def build_handle(url: str, manifest: Manifest) -> JsonObject:
 
 
 def get_result_name(stage: Component, name: str) -> str:
-    """Return the output parameter of a result, renamed where a parameter has that name: in KFP inputs
-    and outputs of a component share their names.
+    """Return the output parameter of a result, renamed where a parameter has that name: in KFP
+    inputs and outputs of a component share their names.
     """
     return f"{name}_result" if name in stage.Params.model_fields else name
 

@@ -180,9 +180,9 @@ def count_written_out(config: PipelineConfig, loop: Loop | None) -> int:
 def _refuse_unsupported_settings(config: Any) -> None:
     """Raise UserError for a setting of a loop that Kubeflow Pipelines do not support.
 
-    A setting that only Argo and one machine carry out is added here, or it has no effect on Kubeflow
-    Pipelines and nobody is told; one of an engine is added to `config/engines.py: local_settings`.
-    What is set of pods is refused by `task_pod.py`.
+    A setting that only Argo and one machine carry out is added here, or it has no effect on
+    Kubeflow Pipelines and nobody is told; one of an engine is added to `config/engines.py:
+    local_settings`. What is set of pods is refused by `task_pod.py`.
     """
     # Not every loop has a section for the deployment.
     unsupported: JsonObject = {

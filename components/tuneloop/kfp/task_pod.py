@@ -3,10 +3,10 @@
 
 Argo's pods are configured by `argo/pod_fields.py`; of that only `plan_resources` (CPU, memory and
 accelerators) is used here, too. So another setting that is added to a role (`workflow/settings.py:
-Resources`) or to `Cluster` has no effect on tasks until it is written or refused here, as ``grace_s``
-has none. What is added to
-`workflow/pod_settings.py: PodSettings` gets here by its patch, and what `_configure_custom_pod`
-does not know of a patch is refused. docs/pods.md ("Where it arrives") lists what is supported.
+Resources`) or to `Cluster` has no effect on tasks until it is written or refused here, as
+``grace_s`` has none. What is added to `workflow/pod_settings.py: PodSettings` gets here by its
+patch, and what `_configure_custom_pod` does not know of a patch is refused. docs/pods.md ("Where it
+arrives") lists what is supported.
 """
 
 from typing import Any

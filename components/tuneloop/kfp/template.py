@@ -235,8 +235,8 @@ def stage_signature(
 ) -> tuple[Signature, dict[str, str]]:
     """Return the inputs and outputs of a stage's component, and name → description.
 
-    `stage.py` reads these inputs and writes these outputs. A change of either changes every compiled
-    pipeline (`make golden`).
+    `stage.py` reads these inputs and writes these outputs. A change of either changes every
+    compiled pipeline (`make golden`).
     """
     fields: dict[str, FieldInfo] = {}
     for name, field in stage.Params.model_fields.items():

@@ -1,10 +1,10 @@
 """The data of a run that the pages show, as JSON: its current state, its artifacts, and its
 weights.
 
-Whoever reads it knows its keys by their names alone: `ui/static/*.js`, `ui/report.py`, `cli/watch.py`
-and `cli/live.py`. A key that is added is shown by none of them until they name it, and no type checker
-sees the scripts. `kfp/progress.py` makes a `Progress`, too. ``tuneloop status --json`` has other keys
-(`cli/inspect.py: _describe_run`).
+Whoever reads it knows its keys by their names alone: `ui/static/*.js`, `ui/report.py`,
+`cli/watch.py` and `cli/live.py`. A key that is added is shown by none of them until they name it,
+and no type checker sees the scripts. `kfp/progress.py` makes a `Progress`, too. ``tuneloop status
+--json`` has other keys (`cli/inspect.py: _describe_run`).
 """
 
 import math
@@ -37,7 +37,8 @@ from tuneloop.weights.inspect import list_versions
 SPARKLINE_POINTS = 60
 """About so many rewards are drawn as a line that is a hundred pixels wide."""
 PROGRAM = ("tuneloop", "python", "image")
-"""The entries of a manifest's provenance (`core/provenance.py`) that are listed beside its packages.
+"""The entries of a manifest's provenance (`core/provenance.py`) that are listed beside its
+packages.
 
 An artifact without such an entry adds ``None`` to the list.
 """
@@ -132,9 +133,9 @@ def describe_state(
     """Describe the state of a run: its phase, its stages and what each waits for, and its rewards
     for a sparkline.
 
-    The limits of its loop are the parameters ``iterations`` and ``target-reward`` of the workflow, which
-    `argo/pipeline.py` names. `cli/live.py`, `cli/inspect.py`, `runs/summary.py` and `cluster/watch.py`
-    read the first one by its name, too.
+    The limits of its loop are the parameters ``iterations`` and ``target-reward`` of the workflow,
+    which `argo/pipeline.py` names. `cli/live.py`, `cli/inspect.py`, `runs/summary.py` and
+    `cluster/watch.py` read the first one by its name, too.
 
     Args:
         run: the run.

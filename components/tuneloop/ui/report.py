@@ -1,9 +1,9 @@
 """The report of a run: the live page with all data that it would request, in one file that opens
 offline.
 
-`run` writes it when it ends, `tuneloop report` anew, trackers attach it (`runs/tracking.py`), and KFP
-shows it as a task's output (`kfp/report.py`). It has the same scripts as the page, and answers in place
-of their requests.
+`run` writes it when it ends, `tuneloop report` anew, trackers attach it (`runs/tracking.py`), and
+KFP shows it as a task's output (`kfp/report.py`). It has the same scripts as the page, and answers
+in place of their requests.
 """
 
 import base64
@@ -51,8 +51,8 @@ POLICY = (
     "script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src data:; base-uri 'none'; "
     "form-action 'none'; require-trusted-types-for 'script'\">"
 )
-"""Content security policy of a report: only the script and the style with these digests. The live page
-has its own, `ui/app.py: POLICY`."""
+"""Content security policy of a report: only the script and the style with these digests. The live
+page has its own, `ui/app.py: POLICY`."""
 POINTS = 10_000
 """The number of points of all curves together."""
 FEWEST_POINTS = 20
@@ -166,8 +166,8 @@ def freeze_page(
 ) -> str:
     """Freeze the live page into one file that needs no server.
 
-    Four texts of `static/index.html` are replaced as they stand there: one that is edited in the page
-    alone stays as it is in a report, without an error.
+    Four texts of `static/index.html` are replaced as they stand there: one that is edited in the
+    page alone stays as it is in a report, without an error.
 
     Args:
         title: the page's.

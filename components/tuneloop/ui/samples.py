@@ -265,8 +265,8 @@ def _compute_order(table: pa.Table) -> dict[str, Any]:
     """Compute the values for sorting, NaN if a row has none, as arrays of float64.
 
     They are the score, and the unscaled advantage, which is the score minus its group's mean, as in
-    GRPO (arXiv 2402.03300), whatever algorithm trained the policy. Its keys are what `read_page` can
-    sort by; `ui/static/samples.js: SORTS` offers them.
+    GRPO (arXiv 2402.03300), whatever algorithm trained the policy. Its keys are what `read_page`
+    can sort by; `ui/static/samples.js: SORTS` offers them.
     """
     size = table.num_rows
     absent = np.full(size, np.nan)

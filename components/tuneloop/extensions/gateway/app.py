@@ -60,11 +60,12 @@ PROXIED = (
     "get_info",
     "session_heartbeat",
 )
-"""Routes of Tinker below ``/api/v1`` that are passed on to the session's worker, which answers the same
-ones (`worker.py: Worker.app`). One that uses tokens is named in `Gateway._check_tokens`, too."""
+"""Routes of Tinker below ``/api/v1`` that are passed on to the session's worker, which answers the
+same ones (`worker.py: Worker.app`). One that uses tokens is named in `Gateway._check_tokens`,
+too."""
 NAME_FIELDS = ("session_id", "model_id", "sampling_session_id", "request_id")
-"""The fields of a body by which a request may name its session, model, sampling session or request. A
-request whose body names it in another field is refused before a worker sees it."""
+"""The fields of a body by which a request may name its session, model, sampling session or request.
+A request whose body names it in another field is refused before a worker sees it."""
 OWN_BODY_BYTES = 2**20
 WORKER_BODY_BYTES = 2**25
 """Maximum bytes of a body: for the gateway itself, and for a worker (Tinker's client sends batches

@@ -5,10 +5,11 @@ fails, as its models are lost. (If Kueue preempts the Job and admits it again, t
 of the models, and says so.) The worker's key is in the pod's environment: whoever may read the Jobs
 of a namespace may use its sessions.
 
-`app.py` takes this or `processes.py: Processes` as its backend; both have the same methods. A Job that
-an older gateway created is read by a newer one: names of annotations and variables stay. What the API
-server is asked needs a right in `manifests/components/gateway/rights.yaml`, or for the sampler in
-`manifests/components/sampler/rights.yaml`. Its tests need a cluster: `tests/cluster/test_gateway.py`.
+`app.py` takes this or `processes.py: Processes` as its backend; both have the same methods. A Job
+that an older gateway created is read by a newer one: names of annotations and variables stay. What
+the API server is asked needs a right in `manifests/components/gateway/rights.yaml`, or for the
+sampler in `manifests/components/sampler/rights.yaml`. Its tests need a cluster:
+`tests/cluster/test_gateway.py`.
 """
 
 import secrets
@@ -36,7 +37,8 @@ LABEL = "tuneloop.dev/session"
 REQUEST = "tuneloop.dev/session-wanted"
 CREATOR = "tuneloop.dev/session-creator"
 ARTIFACTS = "tuneloop.dev/artifacts"
-"""Annotations of a Job: the `SessionRequest` as JSON, who created it, and the URL of its artifacts."""
+"""Annotations of a Job: the `SessionRequest` as JSON, who created it, and the URL of its
+artifacts."""
 PORT = 8000
 """The port of a worker and of the shared sampler; copies are in `session.yaml` and in
 `manifests/components/gateway/network.yaml`."""
@@ -123,8 +125,8 @@ class Jobs:
     def _job(self, name: str, request: SessionRequest, creator: str, artifacts: str) -> JsonObject:
         """Build the Job of a session from the template `JOB` and the settings.
 
-        The command line is parsed by `worker.py: _parse`; `processes.py: Processes._start` writes one
-        with the same flags.
+        The command line is parsed by `worker.py: _parse`; `processes.py: Processes._start` writes
+        one with the same flags.
         """
         # Read anew for each session: an administrator may have changed them.
         settings = read_settings(self.config).worker

@@ -4,8 +4,8 @@ A client without an answer sends its request again with the same number, and req
 of order. So a request is identified by (stream, number), and a model's request waits for earlier
 ones. One thread executes them; each has a future.
 
-`session.py` puts requests in, on the threads of HTTP, and `worker.py` takes them out on the one that
-computes.
+`session.py` puts requests in, on the threads of HTTP, and `worker.py` takes them out on the one
+that computes.
 """
 
 import math

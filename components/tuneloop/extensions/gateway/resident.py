@@ -3,8 +3,8 @@
 `session.py` calls it on the thread that computes, never two methods at once. Checkpoints are those
 of stages (`training/checkpoint.py`), so that a run can go on from one.
 
-It builds the trainer of the stages by itself (`Resident._open`, `_read_optimization`), without their
-options: a field that is added to `training/options.py: Optimization`, and an argument of
+It builds the trainer of the stages by itself (`Resident._open`, `_read_optimization`), without
+their options: a field that is added to `training/options.py: Optimization`, and an argument of
 `training/fsdp/policy.py: Policy`, has to be given here, too. Its tests are in
 `tests/extensions/gateway/test_session.py`.
 """
@@ -69,8 +69,8 @@ THRESHOLDS: dict[str, dict[str, float]] = {
 class AdamParams(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """AdamW's options of one step; names and defaults are Tinker's.
 
-    An option that is added has no effect until `_read_optimization` or `Resident.optim_step` applies
-    it.
+    An option that is added has no effect until `_read_optimization` or `Resident.optim_step`
+    applies it.
     """
 
     learning_rate: float = Field(1e-4, ge=0)

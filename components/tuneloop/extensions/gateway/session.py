@@ -3,8 +3,8 @@
 It runs in the worker's process. A method of a request checks what it can at once and puts the rest,
 as `work`, into the ledger; `do` runs that later, on the thread that owns the models.
 
-A request that is added is a method here, a body in `messages.py`, a route in `worker.py: Worker.app`
-and its name in `app.py: PROXIED`.
+A request that is added is a method here, a body in `messages.py`, a route in `worker.py:
+Worker.app` and its name in `app.py: PROXIED`.
 """
 
 import contextlib
@@ -65,7 +65,8 @@ CHECKPOINT = re.compile(
     rf"/(?P<file>(weights|sampler_weights)/{NAME.pattern})"
 )
 """Matches the path of a checkpoint, as Tinker's client has it. Its kinds, ``weights`` and
-``sampler_weights``, are those that `save_weights` writes; `_url` makes the place in the store of it."""
+``sampler_weights``, are those that `save_weights` writes; `_url` makes the place in the store of
+it."""
 
 
 class Session:

@@ -22,9 +22,9 @@ from tuneloop.inference.refusals import Refused
 from tuneloop.sharing.lease_storage import STORED_LEASES
 
 Phase = Literal["queued", "starting", "running", "ending", "ended", "failed"]
-"""How a session stands, as `jobs.py: _phase` and `processes.py: Processes._look` find it. Requests to a
-session in a phase that is not in `ALIVE` are refused with 410, and a phase that uses no quota is named in
-`Quota.check`."""
+"""How a session stands, as `jobs.py: _phase` and `processes.py: Processes._look` find it. Requests
+to a session in a phase that is not in `ALIVE` are refused with 410, and a phase that uses no quota
+is named in `Quota.check`."""
 ALIVE = ("queued", "starting", "running")
 """Phases in which a session exists. One that is ``ending`` accepts no requests, but uses quota
 until it is gone."""
@@ -213,8 +213,8 @@ class SamplerServer(BaseModel, frozen=True, extra="forbid"):
 class Settings(BaseModel, frozen=True, extra="forbid"):
     """The gateway's settings, from a file that is read again for each new session.
 
-    On a cluster the file is in the ConfigMap of `manifests/components/gateway/gateway.yaml`. An unknown
-    key is refused: a gateway whose file has a key that is removed here does not start.
+    On a cluster the file is in the ConfigMap of `manifests/components/gateway/gateway.yaml`. An
+    unknown key is refused: a gateway whose file has a key that is removed here does not start.
     """
 
     default: Quota = Quota()

@@ -4,8 +4,8 @@ Tensors are little-endian bytes with dtype and shape. `SCHEMA` has the field num
 ``tinker_public.proto`` in the client library, release 0.38.
 
 A field that is added is a line of `SCHEMA`, by the number of the client's own file. It is read or
-written here, and in the JSON form of the same message (`messages.py`). The client's library reads and
-writes the same bytes in `tests/extensions/gateway/test_wire.py`.
+written here, and in the JSON form of the same message (`messages.py`). The client's library reads
+and writes the same bytes in `tests/extensions/gateway/test_wire.py`.
 """
 
 import functools

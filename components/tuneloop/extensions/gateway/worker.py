@@ -467,8 +467,8 @@ def _result(result: Any, proto: bool) -> Response:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags, which `jobs.py: Jobs._job`, `processes.py: Processes._start` and `sessions.py:
-    SessionRequest.flags` write."""
+    """Parse the flags, which `jobs.py: Jobs._job`, `processes.py: Processes._start` and
+    `sessions.py: SessionRequest.flags` write."""
     parser = Parser("python -m tuneloop.extensions.gateway.worker", __doc__)
     parser.add_argument("--session", required=True, help="<namespace>.<name>")
     parser.add_argument(

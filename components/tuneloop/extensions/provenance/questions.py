@@ -49,8 +49,8 @@ COLUMNS = (
     "metadata",
     "score",
 )
-"""The columns of scored rollouts (`formats/rollouts.py`) that a reward and the answer need. A run whose
-artifacts lack one is refused."""
+"""The columns of scored rollouts (`formats/rollouts.py`) that a reward and the answer need. A run
+whose artifacts lack one is refused."""
 
 
 def find_artifact(run: Run, name: str) -> Entry:

@@ -1,7 +1,7 @@
 """Steps that reserve or release shared devices: they run `tuneloop.cluster.reservations`.
 
-`pod.py` adds them when a workflow is rendered. The flags are parsed in `cluster/reservations.py`, by
-the program of the workflow's images, which may be older: a new flag makes them refuse the step.
+`pod.py` adds them when a workflow is rendered. The flags are parsed in `cluster/reservations.py`,
+by the program of the workflow's images, which may be older: a new flag makes them refuse the step.
 """
 
 from collections.abc import Iterable

@@ -28,8 +28,8 @@ ROLE_BY_IMAGE = {"rollout": "sampler"}
 TRAINER = "trainer"
 """The role of every image that `ROLE_BY_IMAGE` lacks."""
 PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
-"""Fields of a pod that decide on which node it runs: lint refuses other values of them than those of
-`pod_patch` and `build_affinity`, so that a field that these write is listed here."""
+"""Fields of a pod that decide on which node it runs: lint refuses other values of them than those
+of `pod_patch` and `build_affinity`, so that a field that these write is listed here."""
 
 
 def role_of(image: str) -> str:

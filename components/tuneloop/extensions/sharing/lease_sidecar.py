@@ -6,8 +6,8 @@ container once its startup probe has passed, and ends it after that container. I
 of an account that may only change Leases. A file on a volume that both mount tells the stage's
 container until when the lease is valid.
 
-The flags that are written here are parsed by `sharing/sidecar.py: parse_arguments`, in the sidecar, by
-`pod.py: SharingHook.hold_pod` for the local executor, and by `preflight.py`. A setting of
+The flags that are written here are parsed by `sharing/sidecar.py: parse_arguments`, in the sidecar,
+by `pod.py: SharingHook.hold_pod` for the local executor, and by `preflight.py`. A setting of
 `settings.py: Share` that the lease follows is an option here and a flag there.
 """
 

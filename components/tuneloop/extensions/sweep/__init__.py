@@ -1,6 +1,7 @@
 """A run for each combination of settings, and the runs ranked.
 
-`command.py` starts each by the function of `tuneloop run` or `tuneloop submit`; `runs.py` has all else.
+`command.py` starts each by the function of `tuneloop run` or `tuneloop submit`; `runs.py` has all
+else.
 """
 
 from tuneloop.core.hooks import Extension
