@@ -82,7 +82,8 @@ def configure_remote(
     except Retryable as error:
         reason = str(error)
     except UserError as error:
-        # The store refuses the keys of this machine.
+        # The store refuses the keys of this machine. A bucket that is not there is known by the error
+        # code that `core/object_stores.py` passes on.
         if error.field != "store" or "NoSuchBucket" in error.remedy:
             raise
         reason = str(error)

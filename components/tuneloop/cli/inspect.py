@@ -117,7 +117,7 @@ def show_logs(
             if stage is None or stage in (get_stage_name(node), node.display_name, node.id)
         ]
         if stage and not chosen and not may_grow:
-            # A pod that runs iterations has one log for all of their stages.
+            # A pod that runs iterations (`argo/run_plan.py: POD`) has one log for all their stages.
             names = ", ".join(dict.fromkeys(get_stage_name(node) for node in pods))
             hint = "; the loop's stages run in `iterations` here" if "iterations" in names else ""
             raise UserError(

@@ -220,6 +220,7 @@ class Display:
         """Show that a node has ended; of a stage in the loop, when its iteration ends."""
         name = get_stage_name(node)
         seconds = format_duration(node.finished - node.started)
+        # The output is the result `mean_reward` of every scorer.
         if node.template in self.scorers and "mean-reward" in node.outputs:
             self.loop.reward = f"{float(node.outputs['mean-reward']):.3f}"
         if node.phase in BROKEN:

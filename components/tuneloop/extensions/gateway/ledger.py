@@ -107,6 +107,9 @@ class Ledger:
     def open(self, stream: str, first: int | None = None) -> None:
         """Accept requests for `stream`: in order, from number `first` on, or in any order if it is
         None.
+
+        A model's stream begins with 0, the request that creates the model; the client counts the
+        model's further requests from 1 on. Sampling sessions have no order.
         """
         with self._changed:
             self._streams.setdefault(stream, Stream(first, (first or 1) - 1))

@@ -80,7 +80,8 @@ SHARE_S = 10.0
 it."""
 
 FETCH_S = 15.0
-"""Seconds to wait at the end until results are fetched; a live client polls all the time."""
+"""Seconds to wait at the end until results are fetched; a live client polls all the time. With
+`MARGIN_S` it is the least grace period, `sessions.py: WorkerPod.grace`."""
 MARGIN_S = 5.0
 """Seconds of the grace period that are kept for the exit itself."""
 LOOK_S = 0.05

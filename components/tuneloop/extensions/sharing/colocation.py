@@ -103,7 +103,8 @@ def compute_colocations(workflow: JsonMapping) -> dict[str, Colocation]:
     stages_at_once = 1
     pods_by_role: dict[str, list[JsonMapping]] = {}
     for template in workflow["spec"]["templates"]:
-        # An asynchronous loop has the pods of two stages at a time: one waits for the lease.
+        # An asynchronous loop has the pods of two stages at a time: one waits for the lease. Such a
+        # loop is known by the name of a task that `argo/loop.py: build_turn` draws.
         if any(call["name"] == "ahead" for call in list_calls(template)):
             stages_at_once = 2
         labels = labels_of(template)
