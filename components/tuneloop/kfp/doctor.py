@@ -167,8 +167,8 @@ def check_api_server(cluster: Connection) -> Iterator[Check]:
 
 
 def check_executor(cluster: Connection) -> Iterator[Check]:
-    """Check that Argo's executor runs as a user: KFP's driver pods are non-root, and its image
-    alone runs as root.
+    """Check that Argo's executor does not run as root, which KFP's driver pods forbid. The image of
+    the executor runs as root unless Argo's settings say otherwise.
     """
     controller = common.find_controller_settings(cluster)
     if controller is None:

@@ -43,7 +43,7 @@ def run_server(
             and, if it has its own GPUs, ``devices``.
         run: the URL of the run.
         values: have the reference of the ``policy``, and the URL of the published ``weights``.
-        pod: what the server works for.
+        pod: the iterations that the server works for; they know whether the task was told to stop.
 
     Raises:
         StageEnded: the server exited before it was ready.

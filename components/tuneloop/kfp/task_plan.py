@@ -326,7 +326,9 @@ def _estimate_memory(
 
 
 def find_engine(stage: StagePlan, cluster: Cluster) -> ServerPlan | None:
-    """Return vLLM as a server, where a stage runs it in its own process; else None."""
+    """Return vLLM as a server, for the estimate of memory, if a stage runs it in its own process;
+    else None.
+    """
     is_called = stage.parameters.get("endpoint") or "endpoint" in stage.wired
     if stage.parameters.get("engine") != VLLM or is_called:
         return None

@@ -280,6 +280,8 @@ def _list_packages(run: Run) -> list[tuple[str, str]]:
 def _describe_artifact(run: Run, entry: Entry) -> JsonObject:
     """Describe an artifact by what its manifest states, measured and notes: the rows of the page
     (`ui/static/run.js`, `ui/static/weights.js`) and of its lineage.
+
+    Of notes and timings only those are shown that are named here; `training/epochs.py` writes both.
     """
     manifest = entry.manifest
     provenance = manifest.provenance

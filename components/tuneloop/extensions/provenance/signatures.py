@@ -170,8 +170,8 @@ def check_files(
 
 
 def _hash_directory(directory: Path) -> Any:
-    """Return model-signing's manifest of all files but the signature; it ignores those of git and
-    its hosts.
+    """Return model-signing's manifest of all files but the signature. The library itself leaves out
+    the files of git and of its hosts, such as ``.github``.
     """
     from model_signing import hashing
 

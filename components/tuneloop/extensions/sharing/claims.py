@@ -43,8 +43,8 @@ def claim_output(share: Share, role: str) -> str:
 
 
 def claim_tag(share: Share, role: str) -> str:
-    """Return the tag of the claim's name, for the templates of a role's stages. With `share.alone` it
-    is the name of a ResourceClaimTemplate.
+    """Return Argo's tag for the claim's name, which the templates of a role's stages have. With
+    `share.alone` the name is that of a ResourceClaimTemplate.
     """
     return "{{workflow.outputs.parameters.%s}}" % claim_output(share, role)
 
