@@ -281,7 +281,8 @@ def _describe_artifact(run: Run, entry: Entry) -> JsonObject:
     """Describe an artifact by what its manifest states, measured and notes: the rows of the page
     (`ui/static/run.js`, `ui/static/weights.js`) and of its lineage.
 
-    Of notes and timings only those are shown that are named here; `training/epochs.py` writes both.
+    Of notes and timings only those are shown that are named here. `training/epochs.py` and
+    `stages/policy_update.py` write them.
     """
     manifest = entry.manifest
     provenance = manifest.provenance

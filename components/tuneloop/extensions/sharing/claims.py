@@ -72,6 +72,9 @@ def pod_patch(share: Share, role: str) -> JsonObject:
 def build_affinity(share: Share, role: str) -> JsonObject:
     """Build the affinity that keeps trainers and samplers apart; empty if pods may run on any
     node.
+
+    Of `Share.roles` this is the one place that tells ``strict`` from ``apart``: any other value
+    but ``together`` counts as ``apart``.
     """
     if share.roles == "together":
         return {}
