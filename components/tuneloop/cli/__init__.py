@@ -2,7 +2,11 @@
 
 This package defines flags and output; what a command does is in the packages below it, which do not
 import this one. Exit codes: 0; 2 the user's mistake (one line on standard error); 3 a model that
-its gate refuses; 75 try again; 130 interrupted; 1 a bug or a stage that failed.
+its gate refuses; 75 try again; 130 interrupted; 1 a bug or a stage that failed. `exits.py` makes
+exit codes of errors, whose numbers are in `core/errors.py`.
+
+The docstring of a command's function is its help. Its first sentence is the line in
+`tuneloop --help`.
 """
 
 import sys
@@ -95,7 +99,12 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None] | typer.Typer]] = {
         "kfp": kfp.app,
     },
 }
-"""Heading → name → the function of a command, or the app of a group of commands."""
+"""Heading → name → the function of a command, or the app of a group of commands.
+
+Each call of `tuneloop` imports all of these modules, so that imports which are slow belong inside
+of functions (`tests/unit/cli/test_cli.py: test_help_imports_little`). A command that is added has a
+row in docs/commands.md. An extension whose command has the same name is refused from then on.
+"""
 EXTENSIONS = "Extensions"
 """The heading of the commands of all extensions."""
 

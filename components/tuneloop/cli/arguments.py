@@ -1,4 +1,10 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands have; extensions use them, too
+(`extensions/*/command.py`).
+
+An option with a default has it where it is used: ``store: STORE = "runs"``. That default is also
+written in `runs/records.py: ROOT` and `cli/show.py: format_store_option`. `doctor.py`, `fleet.py`
+and `kfp.py` have arguments of their own under some of these names.
+"""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,8 @@
-"""Commands that look at a pipeline and run nothing."""
+"""Commands that look at a pipeline and run nothing: `plan`, `lint`, `render` and `schema`.
+
+What they print is made below: `planning/`, `argo/lint.py`, `config/commented_yaml.py`. The
+counterpart of `render` for Kubeflow Pipelines is in `kfp.py`.
+"""
 
 import json
 import sys

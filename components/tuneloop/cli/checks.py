@@ -1,4 +1,10 @@
-"""The checks that are made before a run changes anything."""
+"""The checks that are made before a run changes anything, and the choice of settings before them.
+
+A further check belongs in `planning/limits.py: find_limits` if it holds wherever a run is executed:
+`run`, `plan`, `lint`, `submit`, `schedule` and `kfp` ask it, `resume` and `fork` do not. It belongs
+in `check_local_run` if it is about this machine, and in `cluster/preflight.py` if it is about a
+cluster.
+"""
 
 import importlib.util
 import json
@@ -76,7 +82,8 @@ def configure_remote(
     except Retryable as error:
         reason = str(error)
     except UserError as error:
-        # The store refuses the keys of this machine.
+        # The store refuses the keys of this machine. A bucket that is not there is known by the error
+        # code that `core/object_stores.py` passes on.
         if error.field != "store" or "NoSuchBucket" in error.remedy:
             raise
         reason = str(error)
@@ -156,7 +163,8 @@ def choose_demo_engine() -> tuple[str, str]:
 def list_server_ports(workflow: JsonMapping) -> Iterator[tuple[str, int]]:
     """Yield template and port of every server that the workflow starts.
 
-    The port is that of the server's readiness probe.
+    The port is that of the server's readiness probe (`argo/template.py: server_template`): a server
+    without one is not found here, and its port is not checked.
     """
     for template in workflow["spec"].get("templates", ()):
         container = template.get("container") or {}

@@ -1,4 +1,10 @@
-"""Commands that run a pipeline on a cluster, and look at such runs."""
+"""Commands that run a pipeline on a cluster with Argo, and look at such runs.
+
+What they do is in `cluster/`: `submission.py`, `schedule.py`, `drift.py`, `watch.py`. Those for
+Kubeflow Pipelines are in `kfp.py`. Keys of `--json` are fields of dataclasses
+(`cluster/run_list.py: ListedRun`, `cluster/watch.py: Status`, `runs/stages.py: StageStatus`):
+whoever renames a field renames a key of docs/commands.md.
+"""
 
 import time
 from dataclasses import asdict
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="The runs on a cluster.")
 
 
+# `extensions/sweep/command.py` calls it with the first five arguments by position.
 def submit_run(
     pipeline: PIPELINE,
     run: SUBMITTED,
@@ -329,6 +336,7 @@ def show_schedules(
         typer.echo(f"no schedules in namespace {namespace}")
 
 
+# `show_status` calls it, too, with all arguments by position.
 @app.command("list")
 def list_runs(
     as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None

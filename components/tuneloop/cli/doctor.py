@@ -1,5 +1,8 @@
 """The command that checks a cluster before anything is submitted: for Argo, and for Kubeflow
 Pipelines.
+
+The checks are in `cluster/doctor.py` and `kfp/doctor.py`. What `submit` refuses is checked by
+`cluster/preflight.py`, whose checks `cluster/doctor.py` shows, too.
 """
 
 from dataclasses import asdict

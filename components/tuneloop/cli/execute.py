@@ -1,4 +1,8 @@
-"""Commands that run a pipeline on this machine."""
+"""Commands that run a pipeline on this machine: `run`, `demo`, `resume`, `fork` and `stop`.
+
+`Executor` has what they share, from the checks of a resumption to the summary at the end. The same
+for a cluster is in `cluster.py` and `verdict.py`.
+"""
 
 import os
 import signal
@@ -125,6 +129,8 @@ class Executor:
         return outcome.exit_code
 
 
+# Called by position, too: by `run_demo` with all arguments but the last, and by
+# `extensions/sweep/command.py` with the first five. So new ones come last.
 def run_pipeline(
     pipeline: PIPELINE,
     name: Annotated[

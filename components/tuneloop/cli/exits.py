@@ -1,4 +1,8 @@
-"""The end of a command: errors are one line, and the exit code says whether they are the user's."""
+"""The end of a command: errors are one line, and the exit code says whether they are the user's.
+
+The programs of pods end by `core/errors.py: report_errors`, which handles fewer kinds of errors: a
+class of errors that is added is looked at in both.
+"""
 
 import os
 import sys

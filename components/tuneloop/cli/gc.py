@@ -1,4 +1,8 @@
-"""The command that deletes what a run no longer needs."""
+"""The command that deletes what a run no longer needs.
+
+`runs/retention.py` finds and deletes it. Published weight versions have their own: `weights.py:
+delete_unused_weights`.
+"""
 
 from collections import Counter
 from typing import Annotated
@@ -39,7 +43,8 @@ def collect_garbage(
     if not leftovers:
         typer.echo(f"{name}: nothing to delete")
         return
-    # A reason is a kind and what it is of, as in "resume point of rollout".
+    # `runs/retention.py` writes a reason as a kind, "of", and the rest: "attempt of a stage that did
+    # not commit".
     kinds = Counter(item.reason.partition(" of ")[0] for item in leftovers)
     counts = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
     total = format_size(sum(item.size for item in leftovers))

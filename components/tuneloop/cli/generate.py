@@ -1,4 +1,7 @@
-"""Command that talks to a model that a run has made."""
+"""The command `generate`, which talks to a model that a run has made.
+
+It loads the model with transformers in this process (`inference/chat.py`), without an engine.
+"""
 
 import re
 import sys
@@ -20,8 +23,9 @@ if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
 
 ChatDtype = Literal["auto", "float32", "bfloat16", "float16"]
+"""Values of ``--dtype``; `inference/chat.py` turns them into types of torch."""
 DIGEST_LENGTH = len("sha256:") + 12
-"""Characters of a digest that are shown, as `weights ls` shows them."""
+"""Characters of a digest that are shown; `show.py: show_weights` shows as many digits."""
 INVITATION = "> "
 """What a person is asked with for the next message."""
 

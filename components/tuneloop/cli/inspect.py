@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 DAMAGED = "damaged"
 UNREACHABLE = "unreachable"
 UNREAD = (DAMAGED, UNREACHABLE)
-"""The phases that the list shows for a run that could not be read."""
+"""The phases that the list shows for a run that could not be read. The page has its own copy of the
+two words, `ui/static/runs.js`; `runs/run_record.py: Run.phase` has all others."""
 
 
 def show_status(
@@ -116,7 +117,7 @@ def show_logs(
             if stage is None or stage in (get_stage_name(node), node.display_name, node.id)
         ]
         if stage and not chosen and not may_grow:
-            # A pod that runs iterations has one log for all of their stages.
+            # A pod that runs iterations (`argo/run_plan.py: POD`) has one log for all their stages.
             names = ", ".join(dict.fromkeys(get_stage_name(node) for node in pods))
             hint = "; the loop's stages run in `iterations` here" if "iterations" in names else ""
             raise UserError(
@@ -209,12 +210,19 @@ def open_run(name: str, store: str) -> "Run":
 
 
 def print_json(fields: JsonMapping) -> None:
-    """Print the output of ``--json`` with the number of its format; docs/commands.md has its keys."""
+    """Print the output of ``--json`` with the number of its format; docs/commands.md has its keys.
+
+    `tests/unit/cli/test_cli.py: test_status_for_programs` compares the keys of `status` with the
+    document; no test compares those of the other commands.
+    """
     typer.echo(json.dumps({"format": 1, **fields}, indent=1))
 
 
 def _describe_run(run: "Run") -> JsonObject:
-    """Describe a run for programs, with the keys of docs/commands.md."""
+    """Describe a run for programs, with the keys of docs/commands.md.
+
+    What people read of the same run is `show_status`; the page has its own, `ui/describe.py`.
+    """
     from tuneloop.runs.completeness import list_missing
     from tuneloop.runs.prepared_data import find_prepared_data
     from tuneloop.runs.stages import list_stages

@@ -1,4 +1,8 @@
-"""Commands for Kubeflow Pipelines: render, submit, schedule, and look at runs there."""
+"""Commands for Kubeflow Pipelines: render, submit, schedule, and look at runs there.
+
+What they do is in `kfp/client.py` and `kfp/schedule.py`. ``tuneloop kfp doctor`` is in `doctor.py`,
+and `watch.py` and `ui.py` reach runs there by `connect_to_executor`.
+"""
 
 from functools import partial
 from pathlib import Path

@@ -1,5 +1,8 @@
 """Show a running run: a live table on a terminal, and one line for each stage or iteration that
 ends.
+
+It learns of progress from the lines that stages print, by the patterns below: whoever changes such
+a line changes the pattern, or the line is not shown any more. The table is that of `watch.py`.
 """
 
 import re
@@ -29,16 +32,19 @@ PROGRESS = re.compile(r"^\w+: (?P<done>\d+)/(?P<total>\d+) \S")
 FACT = re.compile(r"  [A-Za-z]\w* \S+$")
 """The end of such a line with a fact, such as the loss of a step."""
 NOTE = re.compile(r"^data_prep: (?P<note>.+)")
-"""A line of the stage data_prep: what was recognised, left out, and how many rows there are, or
-`COMMITTED`."""
+"""A line of the stage `data_prep`, which begins with its name (`Stage.log`): what was recognised,
+left out, and how many rows there are, or `COMMITTED`. Notes of other stages are not shown."""
 ITERATION = re.compile(r"^iteration \d+/\d+  reward ")
-"""A line of `tuneloop.local.iterations`, one for each iteration of a pod that runs several."""
+"""A line of `local/iterations.py`, one for each iteration of a pod that runs several
+(`tests/unit/local/test_iterations.py` compares both)."""
 
 
 @dataclass
 class LoopProgress:
-    """Where the loop of a run stands. Of a pod that runs several iterations (`ITERATION`) nothing is
-    known here.
+    """Where the loop of a run stands, by the nodes of its stages.
+
+    In a pod that runs several iterations its stages are no nodes, so that nothing of them is known
+    here: their lines are shown as they are (`ITERATION`).
 
     Attributes:
         limit: the maximum number of iterations; None: unknown.
@@ -214,6 +220,7 @@ class Display:
         """Show that a node has ended; of a stage in the loop, when its iteration ends."""
         name = get_stage_name(node)
         seconds = format_duration(node.finished - node.started)
+        # The output is the result `mean_reward` of every scorer.
         if node.template in self.scorers and "mean-reward" in node.outputs:
             self.loop.reward = f"{float(node.outputs['mean-reward']):.3f}"
         if node.phase in BROKEN:

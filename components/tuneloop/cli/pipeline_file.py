@@ -1,5 +1,9 @@
 """Build an Argo Workflow and a KFP pipeline from the definitions in a pipeline's file, and render
 such a file.
+
+Every file of `pipelines/`, and every pipeline of a user's, imports it: names and arguments here are
+an interface, shown in docs/extending.md. The two functions are found in such a file by their names:
+`build_argo` by `config/loading.py`, `build_kfp` by `cli/kfp.py` and `kfp/configure.py`.
 """
 
 import sys
@@ -48,7 +52,8 @@ def make_builders(
 
         return plan_tasks(name, config, stages(config), loop)
 
-    # A fork begins at this loop, and a sweep may judge runs by its iterations.
+    # A fork begins at this loop (`runs/forking.py`), and a sweep may judge runs by its iterations
+    # (`extensions/sweep/runs.py`). A pipeline that draws its graph itself lacks the attribute.
     vars(build_argo)["loop"] = loop
     # For the first task of a run on KFP (`kfp/configure.py`).
     vars(build_kfp)["plan"] = plan_kfp

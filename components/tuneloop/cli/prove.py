@@ -1,5 +1,7 @@
 """Commands that verify a run: its digests, its stages' results, its first difference from another run; and find out
 what a policy could gain from a reward.
+
+The work is in `runs/audit.py`, `runs/replay.py` and `local/probe.py`.
 """
 
 import sys
@@ -172,5 +174,9 @@ def probe_rewards(
 
 
 def find_modules_here() -> None:
-    """Find a user's rewards in the working directory, as a stage does, which `python -m` runs."""
+    """Find a user's rewards in the working directory, as a stage does, which `python -m` runs.
+
+    Each command that loads rewards or environments calls it: `probe`, and `rescore` of
+    `extensions/provenance/commands.py`.
+    """
     sys.path.insert(0, str(Path.cwd()))

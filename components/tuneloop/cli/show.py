@@ -1,4 +1,8 @@
-"""Print tables of a run and why it failed, and write its page."""
+"""Print tables of a run and why it failed, and write its page.
+
+Several commands share it: `execute.py`, `inspect.py`, `cluster.py`, `weights.py`, and `verdict.py`
+for runs on a cluster.
+"""
 
 import time
 from collections import defaultdict
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
 
 def show_stages(stages: Iterable[StageStatus], places: int = 1) -> None:
     """Print a line for each stage: phase, number of successes, seconds, retries, newest result.
+
+    The cells are made by `runs/stages.py: StageStatus.row`, in the order of these columns. The live
+    table has the same columns (`watch.py: draw_state`): a column is added in all three.
 
     Then, for stages with failed attempts, why the newest of these failed.
 

@@ -1,4 +1,7 @@
-"""``tuneloop store``: directories in a store, such as base models and data."""
+"""``tuneloop store``: directories in a store, such as base models and data.
+
+`formats/uploads.py` sends the files; `formats/stored_models.py` reads those of a base model.
+"""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,7 @@
-"""Tables on a terminal. What identifies a row is shown whole; only messages are cut."""
+"""Tables on a terminal. What identifies a row is shown whole; only messages are cut.
+
+Commands and extensions print lists by it. The live table is `watch.py: draw_state`.
+"""
 
 import sys
 from collections.abc import Iterable, Sequence

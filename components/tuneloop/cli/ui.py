@@ -12,6 +12,8 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.store import local_path
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
+"""Addresses and host names of this machine. A page that listens on one of them answers for no other
+host name; on any other address it answers for all (`ui/app.py: build_app`)."""
 
 
 def serve_ui(

@@ -1,4 +1,9 @@
-"""Print how a run on a cluster ended, as `tuneloop run` does for a local run."""
+"""Print how a run on a cluster ended, as `tuneloop run` does for a local run (`execute.py:
+Executor.execute`, `show.py: describe_failure`).
+
+It knows only workflows and the last lines of logs, and reads no store. Its tests are in
+`tests/unit/cluster/test_following.py`.
+"""
 
 from collections.abc import Container, Mapping, Sequence
 
@@ -51,7 +56,11 @@ def print_verdict(
 
 
 def _collect_results(workflows: Sequence[JsonMapping]) -> dict[str, str]:
-    """Collect the results of a run, over all its workflows: its mean reward, and its model."""
+    """Collect the results of a run, over all its workflows: its mean reward, and its model.
+
+    Both are output parameters of pods, by name: ``mean-reward`` of scorers and evaluators,
+    ``model`` of exports.
+    """
     pods: list[Node] = []
     evaluators: set[str] = set()
     model = ""

@@ -26,10 +26,16 @@ if TYPE_CHECKING:
     from tuneloop.ui.describe import Ask, RunState
 
 LOOK_S = 1.0
-"""Seconds between two reads of a run; at least ten times the duration of a read."""
+"""The minimum seconds between two reads of a run, here and in `live.py`. Where a read takes long,
+ten times as long passes between two."""
 CODES = {"succeeded": 0, "failed": 1, "error": 1, "interrupted": 75, "elsewhere": 75}
-"""Phase of a run that has ended, or has committed nothing for a day → exit code."""
+"""Phase of a run that has ended, or has committed nothing for a day → exit code.
+
+A phase that is not listed counts as going on, so that `watch` would never end. Phases are those of
+`runs/run_record.py: Run.phase`, of Argo, and of `kfp/progress.py: PHASES`, in lower case.
+"""
 BARS = "▁▂▃▄▅▆▇█"
+"""The bars of `draw_sparkline`, the lowest first."""
 
 
 @dataclass

@@ -2,7 +2,8 @@
 others to pull.
 
 Where a command takes a run's name, it also takes the URL or path of a weights root, which has a
-``/`` in it.
+``/`` in it. Checkpoints are read by `runs/stored_checkpoints.py` and `runs/verification.py`,
+published versions by `weights/inspect.py` and `weights/materialize.py`.
 """
 
 from pathlib import Path

@@ -12,7 +12,11 @@ from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.json_types import JsonMapping, JsonObject
 
 DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
-"""States of a run that has ended."""
+"""States of a run or task that has ended. A run in any other state counts as active: it is not
+submitted again (`client.py: submit_run`), and its schedule starts no other (`check_data.py`).
+
+All states of KFP, with their words for people: `progress.py: PHASES`.
+"""
 COPIED_FIELDS = (
     "display_name",
     "description",
@@ -22,15 +26,18 @@ COPIED_FIELDS = (
     "runtime_config",
     "service_account",
 )
-"""Fields of a run's message that are copied to start another run like it.
+"""Fields of a run's message that are copied to start another run like it: the next part of a long
+loop (`RunApi.start_next_run`). A field that is not listed is lost in that next run.
 
-The other fields describe its progress.
+The other fields of the message describe the progress of a run.
 """
 TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
 """Token file that PodDefaults mount into the pods of a backend with several users."""
 REQUEST_TIMEOUT_S = 60.0
+"""Seconds for one request of a task. The commands have their own: `client.py: TIMEOUT_S`."""
 UNAVAILABLE_STATUSES = (429, 502, 503, 504)
-"""Statuses that a proxy, or a server that starts, answers with for a while."""
+"""Statuses that a proxy, or a server that starts, answers with for a while. `call_api` reads them,
+and for the commands `client.py: translate_api_errors`, which takes status 500 for a refusal."""
 
 
 class NotThere(UserError):
@@ -77,11 +84,15 @@ class RunApi:
         return str(_call("POST", self._runs, run)["run_id"])
 
     def find_newer_run(self, run: JsonMapping, name: str) -> str | None:
-        """Return the id of the newest run that was started after `run` to continue it.
+        """Return the id of the newest run that was started after `run` to continue it; None if
+        there is none.
+
+        Only the newest hundred runs of the display name are looked at.
 
         Args:
-            run: its message.
-            name: with which it commits. Several runs of the UI may have one display name.
+            run: the message of the run that is continued.
+            name: of that run in the store, which the run that continues it has as its parameter
+                ``run``. Several runs of the UI may have one display name.
         """
         for candidate in self.list_runs(run["experiment_id"], run["display_name"]):
             if candidate["created_at"] <= run["created_at"]:
@@ -94,9 +105,12 @@ class RunApi:
     def start_next_run(self, run_id: str, name: str) -> str:
         """Start a run like `run_id`, which continues after the committed iterations.
 
+        The new run has the parameters of the old one, which `pipeline.py: build_pipeline` declares;
+        only ``run`` is set anew.
+
         Args:
             run_id: of the run that is continued.
-            name: with which it commits.
+            name: of that run in the store.
 
         Returns:
             The id of the run that continues this one.
@@ -149,7 +163,8 @@ def call_api(
     body: JsonMapping | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JsonObject:
-    """Send a request and return the JSON of the answer.
+    """Send a request and return the JSON of the answer; for KFP's API, and for the model registry
+    (`register.py`).
 
     Args:
         field: the setting that names the address, for messages.

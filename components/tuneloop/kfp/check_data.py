@@ -4,7 +4,10 @@ It makes the prompts again and starts the run named after their digest, by the r
 `tuneloop.cluster.schedule`: a successful run is not repeated, a failed one is resumed (a new run of
 KFP with the same name goes on with its artifacts), and none starts while another is active.
 
-`kfp/schedule.py` declares the parameters of this task and fills them in.
+`kfp/schedule.py: DESCRIPTIONS` declares the parameters of this task, and `create_schedule` there
+fills them in: a parameter that is read here has to be added there. It looks at the artifact of
+`data_prep` alone, whatever else the pipeline reads. Its tests are in
+`tests/unit/kfp/test_client.py`.
 """
 
 import re

@@ -1,8 +1,12 @@
-"""Runs of compiled pipelines on a Kubeflow Pipelines backend, through its API.
+"""Runs of compiled pipelines on a Kubeflow Pipelines backend, through its API, for the commands.
 
 Submitting a run's name again resumes it: its committed stages end at once. Errors of the client
-library become one line (`UserError`, `Retryable`). The library has no types, so that its clients,
-runs and pipelines are `Any` here.
+library become one line (`UserError`, `Retryable`): each call of the library belongs inside
+`translate_api_errors`. The library has no types, so that its clients, runs and pipelines are `Any`
+here. The tasks of a run, which have no kfp, ask the same API by `api.py`.
+
+Who calls it: `cli/kfp.py`, `kfp/schedule.py`, `kfp/progress.py`, `kfp/doctor.py`. A backend that is
+imitated for tests, also of paths that are read here: `tests/kfp_api.py`.
 """
 
 import io
@@ -24,13 +28,17 @@ from tuneloop.kfp.api import DONE, UNAVAILABLE_STATUSES, match_name
 from tuneloop.kube.connection import list_status_nodes, read_api_message
 
 EXPERIMENT = "tuneloop"
+"""The experiment of a run that names none; the default of ``--experiment`` in `cli/kfp.py` is a
+copy."""
 KUBECONFIG_ADDRESS = "address taken from the kubeconfig"
 """What messages name in place of an address that was not set."""
 ADDRESS_REMEDY = "--endpoint or KF_PIPELINES_ENDPOINT names the API's address"
 TIMEOUT_S = 30
-"""As Argo's; the client library itself would wait for ever."""
+"""Seconds for one request of a command, as for Argo; the client library itself would wait for
+ever."""
 INNER = re.compile(r"executor|root|entrypoint|.+-driver|.+\.onExit")
-"""Nodes that KFP adds to each task; they are not shown to people."""
+"""Matches the names of nodes that KFP adds to those of tasks. `list_tasks` leaves them out, unless
+the pipeline has a task of that name."""
 ATTEMPT = re.compile(r"\((\d+)\)$")
 """The number of an attempt at the end of the name of a retried node's child.
 
@@ -203,7 +211,8 @@ def submit_run(
 
     Args:
         client: of the backend.
-        pipeline: what to run.
+        pipeline: what to run. Its parameters ``run`` and ``store`` are set, all others keep the
+            defaults with which it was compiled.
         run: the name of the run.
         store: the URL of the store, as pods reach it.
         root: where KFP has handles and previews; by default the backend's.
@@ -364,8 +373,9 @@ def _list_runs(client: Any, name: str) -> list[Any]:
 
 
 def _read_task_names(run: Any) -> dict[str, str]:
-    """Return task name in the compiled graph, which states and logs use → its name in the
-    pipeline.
+    """Return name of a task in the compiled graph → its name in the pipeline.
+
+    The states of tasks and their pods have the first, people see the second.
     """
     spec = run.pipeline_spec or {}
     # A pipeline with settings of its platform is one level deeper.

@@ -35,7 +35,8 @@ from tuneloop.workflow.plan import PodPlan
 from tuneloop.workflow.quantities import parse_resource_quantity
 
 PIPELINE_MODULES = "tuneloop._pipelines."
-"""Begins the names of modules that `config.loading` makes of pipelines."""
+"""The beginning of the names of modules that `config/loading.py` makes of pipelines' files.
+`read_files` finds by it which files travel with the first task."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class ConfiguredRun:
     """The settings of a run, and its tasks.
 
     Attributes:
-        settings: the configuration.
-        plan: its tasks.
+        settings: the configuration, a `config/pipeline.py: PipelineConfig` with its sections.
+        plan: its tasks, as `task_plan.py: plan_tasks` plans them.
     """
 
     settings: Any
@@ -82,7 +83,8 @@ class RunSettings:
         """Return key → value of the settings that differ from the compiled ones.
 
         Args:
-            parameters: of the task; KFP's numbers are floats.
+            parameters: of the task; KFP's numbers are floats. Only the settings of the form and
+                `OTHERS` are read.
         """
         typed: JsonObject = {}
         for parameter in list_parameters(self.compiled.settings):
@@ -220,7 +222,12 @@ def list_doubts(plan: TaskPlan, limits: Mapping[str, str]) -> list[str]:
 
 
 def describe_shape(run: ConfiguredRun) -> JsonObject:
-    """Describe what is fixed in a compiled pipeline: its tasks, their pods, the platform."""
+    """Describe what is fixed in a compiled pipeline: its tasks, their pods, the platform.
+
+    A setting that decides the graph in another way, such as which task takes which artifact, has to
+    be added here. Else a user may type it for a run, and it has no effect there. The form itself
+    leaves fixed settings out by another rule, `form.py: is_open`.
+    """
     plan = run.plan
     # Only a pipeline with a loop, or whose author wants it, has this section.
     engine = dict(run.settings).get("engine")
@@ -236,7 +243,11 @@ def describe_shape(run: ConfiguredRun) -> JsonObject:
 
 
 def _describe_pod(pod: PodPlan) -> JsonObject:
-    """Describe a task's pod without what may differ between runs."""
+    """Describe a task's pod without what may differ between runs.
+
+    A field that is added to `workflow/plan.py: PodPlan` or `StagePlan` is compared, too. If it may
+    differ between runs of one compiled pipeline, it has to be excluded here.
+    """
     # Memory may be less than was compiled, and is compared by itself.
     description = pod.model_dump(exclude={"parameters", "resources"})
     description["accelerators"] = pod.resources.accelerators
@@ -244,8 +255,12 @@ def _describe_pod(pod: PodPlan) -> JsonObject:
 
 
 def find_changes(compiled: TaskPlan, plan: TaskPlan) -> dict[str, str]:
-    """Return output parameter → JSON of what a task does otherwise than it was compiled: parameters
-    of a stage, or options of the iterations. Null stands for one that is no longer set.
+    """Return output parameter of the first task → JSON of what another task does otherwise than it
+    was compiled: parameters of a stage, or options of the iterations. Null stands for one that is
+    no longer set.
+
+    `pipeline.py: configure_step` declares these outputs; `stage.py: main` and `iterations.py: main`
+    read them as their parameter `CHANGES`.
     """
     changes: dict[str, str] = {}
     # JSON as a text: a STRUCT of KFP has no integers, and its metadata no nulls.
@@ -300,7 +315,10 @@ def read_files(pipeline: Pipeline) -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Name and configure a run; return the exit code."""
+    """Name and configure a run; return the exit code.
+
+    `pipeline.py: configure_step` writes the flags, and declares the parameters and outputs.
+    """
     parser = argparse.ArgumentParser(prog="tuneloop.kfp.configure", description=__doc__)
     parser.add_argument("--pipeline", required=True, help="name of the pipeline")
     parser.add_argument(

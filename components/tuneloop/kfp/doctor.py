@@ -1,6 +1,8 @@
 """Check, before a run, that a Kubeflow Pipelines backend has what tuneloop's pipelines need.
 
-The checks change nothing; those shared with Argo are in `tuneloop.cluster.doctor`.
+The checks change nothing; those shared with Argo are in `cluster/doctor.py`. A further check is a
+function that yields `Check`, and a line in `check_kfp`; docs/kfp.md lists what is looked at. The
+command is `cli/doctor.py: diagnose_kfp`; `submit` for Kubeflow Pipelines checks nothing of this.
 """
 
 import json
@@ -33,20 +35,21 @@ from tuneloop.kfp.client import compiled_package, connect_to_kfp
 from tuneloop.kube.connection import Connection
 
 API_SERVER = "ml-pipeline"
+"""The Deployment and the Service of KFP's API server in its own manifests."""
 SIZE_LIMIT = 0.7 * 2**20
 """Safe size of a workflow object, in bytes.
 
 Its limit is 1 MiB, and KFP stores no part of it elsewhere.
 """
 NODE_BYTES = 9_500
-"""Bytes of a task in the status that Argo compresses.
+"""Bytes that a task takes in the status of a workflow, after Argo has compressed it.
 
-16 tasks of an unrolled loop took 152 kB on KFP's manifests.
+Measured: 16 tasks of an unrolled loop took 152 kB on KFP's manifests.
 """
 SHOWN_TASKS = 12
-"""Tasks of a run whose status is not compressed.
+"""The most tasks of a run whose status Argo does not compress: each takes 79 kB of 1 MiB.
 
-Each takes 79 kB of 1 MiB, and KFP cannot read a compressed one.
+KFP cannot read a compressed status, so that its UI shows no progress of a larger run.
 """
 EXECUTOR = {"runAsNonRoot": True, "runAsUser": 65532}
 """The executor's security context in KFP's own manifests."""
@@ -57,6 +60,7 @@ INSTALL = (
     f"kubectl apply -k '{SOURCE}/cluster-scoped-resources?ref={RELEASE}' && "
     f"kubectl apply -k '{SOURCE}/env/platform-agnostic?ref={RELEASE}'"
 )
+"""The command that installs KFP or updates it, as the remedy of several checks."""
 
 
 def check_kfp(
@@ -105,8 +109,12 @@ def check_kfp(
 
 
 def convert_to_workflow(documents: list[JsonObject]) -> JsonObject:
-    """Convert a compiled pipeline to an Argo Workflow with as much of each task's pod as
-    `preflight` reads.
+    """Convert a compiled pipeline to an Argo Workflow with as much of each task's pod as the shared
+    checks read: image, labels and requests.
+
+    The checks are `cluster/preflight.py: list_images`, `cluster/run_workflows.py: list_queues` and
+    `cluster/queue_problems.py: find_queue_problems`. One that reads another field of a pod finds
+    nothing for Kubeflow Pipelines until that field is converted here.
     """
     spec = documents[0]
     platform_executors: JsonObject = {}
@@ -159,8 +167,8 @@ def check_api_server(cluster: Connection) -> Iterator[Check]:
 
 
 def check_executor(cluster: Connection) -> Iterator[Check]:
-    """Check that Argo's executor runs as a user: KFP's driver pods are non-root, and its image
-    alone runs as root.
+    """Check that Argo's executor does not run as root, which KFP's driver pods forbid. The image of
+    the executor runs as root unless Argo's settings say otherwise.
     """
     controller = common.find_controller_settings(cluster)
     if controller is None:

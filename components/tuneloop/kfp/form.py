@@ -28,7 +28,10 @@ OTHERS = "settings"
 """The parameter for the settings that the form does not ask for."""
 BASE_MODEL = "base_model"
 LOOP = "loop"
+"""The section of a loop's settings. Where each stage of each iteration is a task, only its setting
+``target_reward`` may differ between runs (`is_open`)."""
 SCALARS = (bool, int, float, str)
+"""The types of settings that the form can ask for."""
 NO_PARAMETER = "cannot be a parameter of Kubeflow Pipelines"
 
 
@@ -104,8 +107,10 @@ def find_problem(config: PipelineConfig, key: str, setting: object) -> str:
 def is_open(config: PipelineConfig, key: str) -> bool:
     """Return whether a setting may differ between runs of one compiled pipeline.
 
-    It may if it is a parameter of stages, or counts the iterations of a loop in one task. What a
-    value does to the graph is checked again in the run (`configure.find_problem`).
+    It may if it is a parameter of stages, or is of the loop and one task runs the iterations. The
+    sections of stages are known by the name of their class, which ends with `SECTION_SUFFIX`
+    (`config/followed.py`); no setting of a section of another name gets into the form. What a value
+    does to the graph is checked again in the run, by another list: `configure.py: describe_shape`.
     """
     section, _, name = key.partition(".")
     # Settings of no section are of the platform, unless stages take them as their parameters.
@@ -144,8 +149,8 @@ def find_scalar_type(info: FieldInfo | None) -> type | None:
 
 
 def list_fixed(config: PipelineConfig) -> Iterator[str]:
-    """Yield the settings that decide the graph or its pods, as a text for people: the sections
-    whole.
+    """Yield the settings that decide the graph or its pods, for the description of a compiled
+    pipeline: a section as a whole (``cluster.*``), another setting with its value.
     """
     for name, value in config:
         if isinstance(value, BaseModel):

@@ -13,7 +13,8 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 
 SAME = "same_artifact"
-"""Parameter: input → the other input that is the same artifact.
+"""Parameter of a task: input → the other input that is the same artifact. `template.py:
+pass_artifacts_once` sets it, `Task.read` undoes it.
 
 KFP's metadata store allows one event for an artifact in a task (its table Event is UNIQUE in
 artifact, execution and type), and its driver fails at the second.
@@ -23,7 +24,10 @@ LOGS = "executor-logs"
 runs.
 """
 SCHEMES = {"s3://": "/s3/", "gs://": "/gcs/", "minio://": "/minio/"}
-"""URL scheme → where the launcher keeps the artifact in the container."""
+"""URL scheme of KFP's pipeline root → where KFP's launcher keeps an artifact in the container.
+
+The list is the launcher's, and has nothing to do with the schemes of our own store.
+"""
 ARTIFACT_FIELDS = ("name", "uri", "metadata", "customPath")
 """Fields of an artifact's message that the executor output repeats."""
 
@@ -38,7 +42,9 @@ class Task:
         outputs: output artifact → its message, whose metadata `describe` sets.
         result_names: the output parameters that the component has.
         output_file: where the executor output is written.
-        results: output parameter → value; those that the component does not have are left out.
+        results: output parameter → value. `finish` drops a value that the component does not
+            declare, as an older compiled pipeline may lack it. It checks that each declared
+            artifact has a file, and not that each declared parameter has a value.
     """
 
     parameters: JsonObject

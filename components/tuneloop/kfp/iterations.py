@@ -33,7 +33,8 @@ from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.pod_loop import PodLoop
 
 CURVE_POINTS = 500
-"""The maximum number of iterations in a curve, evenly spread."""
+"""The maximum number of iterations in a curve, evenly spread. One request for each step of each of
+them is made when a task ends (`report_iterations`)."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
 
 def build_values(task: Task, published: Mapping[str, str]) -> dict[str, str]:
     """Build what the first iteration starts from, and what every stage gets which has a parameter
-    of that name.
+    of that name: name → reference or URL.
 
     Args:
         task: has the artifacts, and the URL of the run.
@@ -125,6 +126,11 @@ def build_values(task: Task, published: Mapping[str, str]) -> dict[str, str]:
 
 
 def _parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the flags, which `task_plan.py: _plan_iterations` writes.
+
+    A flag here is an option of the same name there. What a user sets for a run replaces the parsed
+    value under that name (`main`), and no `type` converts it then.
+    """
     parser = argparse.ArgumentParser(prog="tuneloop.kfp.iterations", description=__doc__)
     parser.add_argument(
         "--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop"
@@ -271,12 +277,17 @@ class IterationsTask:
 def get_output_name(value: str) -> str:
     """Return the name of the output artifact that holds a value of the loop after the task's last
     iteration.
+
+    `loop.py` declares these outputs, and wires them to the stages after the loop.
     """
     return f"last_{value}"
 
 
 def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
     """Report the progress of the loop to KFP: handles, and what the UI shows.
+
+    `loop.py: _build_iterations_signature` declares what is written here: an output or a result
+    needs an entry in both.
 
     Raises:
         UserError: the component declares an output that is not written here.
@@ -354,7 +365,11 @@ def find_position(
 
 
 def read_iteration(loop: PodLoop, store: Store, number: int) -> CommittedIteration:
-    """Read what each step of an iteration has committed, and the evaluation if one is due."""
+    """Read what each step of an iteration has committed, and the evaluation if one is due.
+
+    If a run goes on with a step or an evaluation that it did not have before, its earlier
+    iterations are incomplete: they are run again, in which committed stages end at once.
+    """
     steps = list(loop.steps)
     if loop.check and number % loop.evaluate_every == 0:
         steps.append(loop.check)

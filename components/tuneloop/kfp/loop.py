@@ -31,9 +31,13 @@ DESCRIPTIONS = template.DESCRIPTIONS | {
     URL: "URL of the run, below which the iterations commit their artifacts",
     "run_id": "KFP's own id of the run that this task belongs to",
 }
-"""Parameter of the task that runs the iterations → description."""
+"""Parameter of the task that runs the iterations → description.
+
+Its inputs and outputs are in `_build_iterations_signature`; `iterations.py` reads and writes them.
+"""
 Steps = JsonMapping
-"""Name of a stage → the function that creates its task."""
+"""Name of a stage → the function that creates its task (`pipeline.py: build_steps`). With a loop
+that one task runs, `POD` is a name, too."""
 
 
 def select_parameters(stage: Component, values: JsonMapping) -> JsonObject:
@@ -51,9 +55,10 @@ class LoopTasks:
         config: settings of the pipeline.
         url: of the run.
         shared: URLs below the run, for every stage that has such a parameter.
-        changes: task → what it does otherwise than it was compiled.
-        target_reward: the mean reward that ends the loop.
-        values: the artifacts that the first iteration starts from.
+        changes: task → what it does otherwise than it was compiled, an output of the first task
+            (`configure.py: find_changes`).
+        target_reward: the mean reward that ends the loop, an output of the first task.
+        values: value of the loop → the artifact that the first iteration starts from.
     """
 
     loop: Loop
@@ -120,6 +125,11 @@ class LoopTasks:
     def iterate(self, values: JsonMapping, url: str) -> JsonObject:
         """Create the tasks of one iteration, and return the values that it passes on.
 
+        Which iteration ends the loop is decided in the pod of the step that takes the scorer's
+        artifact. Three places have to agree about it: `TARGET` is passed here, declared by
+        `template.py: stage_signature`, and compared by `stage.py: report_commit`, for which the
+        input is named ``rewards``.
+
         Args:
             values: what its steps can take, but for outputs of steps before.
             url: below which its stages commit.
@@ -160,7 +170,8 @@ class LoopTasks:
 
 
 def iterations_step(loop: Loop, plan: IterationsPlan, config: LoopPipelineConfig) -> template.Step:
-    """Return the step that runs `tuneloop.kfp.iterations`."""
+    """Return the step that runs `tuneloop.kfp.iterations`, with the flags that `task_plan.py:
+    _plan_iterations` has planned."""
     flags = encode_flags(plan.options)
     types = _choose_types(loop)
     image = plan.pod.image
@@ -186,7 +197,8 @@ def iterations_step(loop: Loop, plan: IterationsPlan, config: LoopPipelineConfig
 
 
 def _choose_types(loop: Loop) -> JsonObject:
-    """Return value of the loop → artifact type: that of the input which takes it."""
+    """Return value of the loop → artifact type: the one that `template.py: TYPES` has for the input
+    of a step which takes the value."""
     input_by_wire: dict[str, str] = {}
     for step in loop.steps:
         for name, wire in step.wires.items():

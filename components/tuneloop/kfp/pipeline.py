@@ -45,7 +45,11 @@ DESCRIPTIONS = {
         'other settings by their keys, as {"rollout.temperature": 0.7}; `tuneloop schema` lists them'
     ),
 }
-"""Parameter of a pipeline → description; those of its form have their own."""
+"""Parameter of a pipeline → description; the settings of the form have descriptions of their own.
+
+The parameters are in `build_pipeline`. A further one needs a default there, or has to be passed by
+`client.py: submit_run` and `check_data.py: start_scheduled_run`.
+"""
 
 
 def build_pipeline(
@@ -65,7 +69,8 @@ def build_pipeline(
         specs: its stages.
         draw: calls them; its docstring is the pipeline's description.
         loop: what `draw` calls as the loop.
-        file: the Python file that defines all of it.
+        file: the Python file that defines all of it, from which the first task of a run makes the
+            settings again.
 
     Raises:
         UserError: Kubeflow Pipelines do not support a setting, or a step of the loop is not among
@@ -119,6 +124,8 @@ def configure_step(
 ) -> template.Step:
     """Return the step that runs `tuneloop.kfp.configure`.
 
+    Flags, parameters and outputs are those that `configure.py: main` parses, reads and writes.
+
     Args:
         pipeline: that is compiled.
         config: its settings.
@@ -157,7 +164,11 @@ def _encode(value: JsonMapping) -> str:
 def build_steps(
     pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Loop | None, plan: TaskPlan
 ) -> JsonObject:
-    """Return name → the function that creates a stage's task."""
+    """Return name → the function that creates a task: the stages by their templates, the iterations
+    of a loop, and the report.
+
+    The name ``iterations`` is `argo/run_plan.py: POD`; the first task is added by `build_pipeline`.
+    """
     cluster = config.cluster
     kfp = config.kfp
     report = define_uncached_step(

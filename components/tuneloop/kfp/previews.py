@@ -1,5 +1,7 @@
 """What the UI of Kubeflow Pipelines shows of a committed artifact: a page of facts and rows, and
 curves.
+
+`ui_outputs.py` says which tasks have these pages. It runs in a task's pod, after the stage.
 """
 
 import json
@@ -19,9 +21,9 @@ ROWS = 8
 WIDTH = 160
 """Characters of a cell."""
 BATCH = 64
-"""Rows that are read at a time."""
+"""Rows that are decoded at a time. A page shows fewer, `ROWS`."""
 BUFFER = 1 << 16
-"""Bytes that one request reads."""
+"""Bytes of a table that one request to the store reads."""
 COLUMNS = (
     "id",
     "request_id",
@@ -33,6 +35,11 @@ COLUMNS = (
     "finish_reason",
     "policy_versions",
 )
+"""Columns of a table that a page shows, in this order: a choice of those in `formats/rollouts.py`.
+
+A table of another kind (prompts, pairs) shows those of its columns that have one of these names. A
+column that is not listed is never shown.
+"""
 
 
 def write_artifact_page(task: Task, name: str, url: str, manifest: Manifest) -> None:

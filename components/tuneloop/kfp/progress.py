@@ -1,5 +1,8 @@
 """Describe the progress of a run on Kubeflow Pipelines, for
 `tuneloop.ui.describe.describe_state`.
+
+`cli/kfp.py: connect_to_executor` passes it on to ``tuneloop watch --kfp`` and ``tuneloop ui
+--kfp``. Its tests are in `tests/unit/kfp/test_client.py`.
 """
 
 from dataclasses import replace
@@ -22,7 +25,11 @@ PHASES = {
     "FAILED": "Failed",
     "CANCELED": "Failed",
 }
-"""KFP's states of a run and of its tasks → those that Argo has for them."""
+"""KFP's states of a run and of its tasks → those that Argo has for them.
+
+In lower case they are phases of a run, and `cli/watch.py: CODES` says which of them end a watch. An
+unknown state counts as ``Pending``, so that its run is watched on.
+"""
 
 
 def describe_progress(client: Any, run: Run) -> "Progress":

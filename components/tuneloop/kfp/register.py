@@ -22,11 +22,14 @@ from tuneloop.kfp.stage import find_reason_to_skip
 from tuneloop.runs.gain import compare_scores, read_scores
 
 FIELD = "kfp.model_registry"
+"""The setting that messages of a refused request name."""
 BEFORE = "before"
 AFTER = "after"
-"""Inputs of the task: the evaluations before and after the training."""
+"""Inputs of the task: the evaluations before and after the training. `pipeline.py:
+_register_exports` declares and passes them, and all other parameters of this task."""
 DIGITS = 12
-"""Digits of the model's digest in a version's name."""
+"""Digits of the model's digest in a version's name. The name tells whether a model is registered
+already: with another number of digits all models would be registered once more."""
 
 
 def register_model(registry: str, name: str, handle: JsonMapping) -> str:
@@ -35,7 +38,7 @@ def register_model(registry: str, name: str, handle: JsonMapping) -> str:
     Args:
         registry: the address of the registry.
         name: of the registered model, which has a version for each export.
-        handle: of the exported model.
+        handle: of the exported model, as `stage.py: build_handle` builds it.
 
     Returns:
         The name of the version.

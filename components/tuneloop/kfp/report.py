@@ -12,7 +12,9 @@ from tuneloop.ui.report import render_page
 def main(argv: Sequence[str]) -> int:
     """Write the report of a run's committed artifacts, even if the run failed.
 
-    KFP's UI shows it as HTML, and the mean rewards of the evaluations as scalars.
+    KFP's UI shows it as HTML, and the mean rewards of the evaluations as scalars. `pipeline.py:
+    build_steps` declares the parameters and both outputs. An error here is not retried in the
+    process, and not recorded in the store.
     """
     task = Task.read(argv[1])
     run = Run(name_run(task.parameters), task.parameters["store"])

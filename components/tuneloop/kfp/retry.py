@@ -29,7 +29,8 @@ from tuneloop.core.store import Store
 from tuneloop.core.threads import forward_signals
 
 PAUSE_S = 10.0
-"""Seconds between two attempts, as on Argo."""
+"""Seconds between two attempts, as on Argo (`argo/pod_fields.py: PAUSE`) and between two pods of a
+task (`task_pod.py: configure_task_pod`)."""
 
 
 def retry_in_process(
@@ -43,10 +44,14 @@ def retry_in_process(
     arrived.
 
     Args:
-        run: the stage. It finds by itself what an earlier call has committed.
-        read_progress: returns a text; one that differs from the last one is progress.
+        run: the stage, or another step of a task. It finds by itself what an earlier call has
+            committed. Its errors have to be exit codes (`core/errors.py: report_errors`): an
+            exception ends the task at once.
+        read_progress: returns a text; one that differs from the last one is progress, and begins
+            the budget anew. `str` stands for a step that has no progress.
         pause_s: seconds between two calls.
-        url: where a failure is recorded, below an output; by default nowhere.
+        url: where a failure is recorded, below an output; by default nowhere. `runs/committed.py:
+            read_failures` reads it for the page and for `watch`.
 
     Returns:
         The exit code of the last call.

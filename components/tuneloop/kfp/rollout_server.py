@@ -1,4 +1,9 @@
-"""The rollout server beside the iterations of a loop, in one task: KFP has no daemons."""
+"""The rollout server beside the iterations of a loop, in one task: KFP has no daemons.
+
+On Argo and on one machine the server is a template of its own, `argo/template.py: server_template`:
+a flag that servers get there has to be added to `run_server`, too. Its tests are in
+`tests/unit/kfp/test_iterations.py`.
+"""
 
 import contextlib
 import json
@@ -18,11 +23,12 @@ from tuneloop.core.server_token import VARIABLE, create_token_file
 from tuneloop.local.iterations import Iterations, StageEnded
 
 BOOT_S = 600.0
-"""Seconds within which a server must be ready."""
+"""Seconds within which a server must be ready, as on Argo (`failure_threshold` of the readiness
+probe in `argo/template.py: server_template`)."""
 HEALTH_TIMEOUT_S = 5.0
 """Seconds that a starting server has to answer a question about its health."""
 GRACE_S = 30.0
-"""Seconds that a server has to end."""
+"""Seconds that a server has to end after SIGTERM, before it is killed."""
 
 
 @contextlib.contextmanager
@@ -32,11 +38,12 @@ def run_server(
     """Run the rollout server for the block, and yield its endpoint.
 
     Args:
-        server: has ``port``, ``engine_args``, ``pull`` (the server follows published versions),
-            ``engine`` where that is not vLLM and, if it has its own GPUs, ``devices``.
+        server: as `task_plan.py: _describe_server` describes it: ``port``, ``engine_args``,
+            ``pull`` (the server follows published versions), ``engine`` where that is not vLLM
+            and, if it has its own GPUs, ``devices``.
         run: the URL of the run.
         values: have the reference of the ``policy``, and the URL of the published ``weights``.
-        pod: what the server works for.
+        pod: the iterations that the server works for; they know whether the task was told to stop.
 
     Raises:
         StageEnded: the server exited before it was ready.

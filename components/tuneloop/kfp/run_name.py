@@ -4,11 +4,18 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.runs.records import SCHEDULE_LENGTH
 
 DIGITS = 8
-"""Of KFP's id of the run in its name."""
+"""The number of digits of KFP's id of the run that are in its name.
+
+With another number, a run that is retried in newer images gets another name, and begins anew.
+"""
 
 
 def name_run(parameters: JsonMapping) -> str:
     """Return the name of a run.
+
+    `configure.py` and `report.py` ask it in their tasks, with the parameters that `pipeline.py:
+    build_pipeline` passes to both (`identity` there). Other tasks get the URL that `configure.py`
+    makes of the name.
 
     Args:
         parameters: of a task: ``run``, the name that was chosen; else ``pipeline`` and ``run_id``,

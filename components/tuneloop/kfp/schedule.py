@@ -24,6 +24,8 @@ from tuneloop.kfp.template import define_uncached_step
 from tuneloop.runs.records import check_schedule_name
 
 DATA_PREP = "tuneloop.stages.data_prep:data_prep"
+"""The stage whose prompts tell whether there is new data, as the command of its task names it
+(`template.py: stage_component`). Only this stage is known here and in `check_data.py`."""
 DESCRIPTIONS = {
     "run_id": "of the tick",
     "api": "address of the KFP API, as pods reach it",
@@ -33,7 +35,12 @@ DESCRIPTIONS = {
     "pipeline_version_id": "of the pipeline to start",
     "data": "parameters of the stage data_prep",
 }
-"""Parameter of the recurring run's task → description."""
+"""Parameter of the recurring run's task → description.
+
+`build_data_check` declares each as a text, but for ``data``. `create_schedule` gives values to all
+but ``run_id`` and ``api``, which `build_data_check` passes; `check_data.py` reads them. An existing
+schedule keeps the values with which it was created.
+"""
 
 
 def create_schedule(
@@ -124,7 +131,7 @@ def build_data_check(config: PipelineConfig, arguments: JsonMapping) -> Any:
 
     Args:
         config: settings of the pipeline that it starts, for the image and the task's pod.
-        arguments: of its task, but for those that KFP or the settings have.
+        arguments: of its task, as `DESCRIPTIONS` lists them, without ``run_id`` and ``api``.
     """
     kinds: JsonObject = dict.fromkeys(DESCRIPTIONS, str)
     kinds["data"] = dict

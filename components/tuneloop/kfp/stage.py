@@ -40,13 +40,14 @@ from tuneloop.kfp.ui_outputs import CommittedArtifact, write_stage_outputs
 from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.settings import Cluster
 
+# Parameters of this program, which no stage may have: `template.py: stage_signature` declares them.
 URL = "url"
-"""Parameter of the adapter itself: where the output is committed."""
+"""Parameter: where the output is committed."""
 TARGET = "target_reward"
-"""Parameter of the adapter itself: the mean reward that ends a loop."""
+"""Parameter: the mean reward that ends a loop whose stages are tasks."""
 CHANGES = "changed_settings"
-"""Parameter of the adapter itself: what is otherwise than it was compiled, as JSON; null stands for
-a parameter that is no longer set (`tuneloop.kfp.configure`)."""
+"""Parameter: what is otherwise than it was compiled, as JSON; null stands for a parameter that is
+no longer set. An output of the first task (`configure.py: find_changes`)."""
 REACHED = "target_reached_at"
 """Mark of a handle: the iteration that ended the loop."""
 CONTINUED = "continued_after"
@@ -114,7 +115,8 @@ def launch_jobset(
     Args:
         stage: what to run.
         task: its parameters, inputs and output.
-        nodes: pods of the JobSet.
+        nodes: pods of the JobSet. This argument and those that follow are the keys of the flag
+            ``--job``, which `template.py: stage_step` writes.
         processes: ranks in a pod.
         cluster: settings of the pods, those that are not the defaults.
         namespace: where the JobSet runs.
@@ -132,7 +134,11 @@ def launch_jobset(
 def build_stage_jobset(
     stage: Component, task: Task, nodes: int, processes: int, cluster: Cluster
 ) -> JsonObject:
-    """Build the JobSet of a stage of several nodes; the arguments are those of `launch_jobset`."""
+    """Build the JobSet of a stage of several nodes; the arguments are those of `launch_jobset`.
+
+    On Argo `argo/jobset.py: jobset_steps` builds it: what its pods get there has to be given here,
+    too.
+    """
     url = task.parameters[URL]
     # Named after the output, so that an evicted launcher finds the JobSet that it has started.
     name = f"{stage.template}-{xxhash.xxh3_64_hexdigest(url.encode())}"
@@ -176,7 +182,8 @@ def build_stage_args(stage: Component, task: Task) -> list[str]:
 def find_reason_to_skip(task: Task) -> str:
     """Return why this task has nothing to do, or ``""``.
 
-    The loop has ended before it, or has not ended yet in this run.
+    The loop has ended before it, or has not ended yet in this run. The marks `REACHED` and
+    `CONTINUED` of any input say so. `register.py` asks it, too.
     """
     for handle in task.inputs.values():
         last = handle.get(REACHED)
@@ -194,6 +201,9 @@ def find_reason_to_skip(task: Task) -> str:
 def report_skipped_stage(stage: Component, task: Task, reason: str) -> None:
     """Report to KFP that the stage was skipped: no reference is passed on except the policy's,
     unchanged.
+
+    Only a stage whose output's name begins with ``checkpoint`` passes its input ``policy`` on. A
+    mark that is added beside `REACHED` has to be copied here.
     """
     line = f"nothing was done here: {reason}"
     print(line, file=sys.stderr)
@@ -238,7 +248,12 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
 
 
 def build_handle(url: str, manifest: Manifest) -> JsonObject:
-    """Build an artifact's handle, which one task passes to the next."""
+    """Build an artifact's handle, which one task passes to the next.
+
+    Its keys are the metadata of KFP's artifact, and docs/kfp.md lists them: `register.py`,
+    `launch.py` and `iterations.py` read them by name. A stage's result must have none of these
+    names, nor that of a mark, as it would replace the value.
+    """
     handle: JsonObject = {
         "ref": f"{url}@{manifest.digest}",
         "digest": manifest.digest,
@@ -255,7 +270,9 @@ def build_handle(url: str, manifest: Manifest) -> JsonObject:
 
 
 def get_result_name(stage: Component, name: str) -> str:
-    """Return the output parameter of a result, renamed where a parameter has that name."""
+    """Return the output parameter of a result, renamed where a parameter has that name: in KFP
+    inputs and outputs of a component share their names.
+    """
     return f"{name}_result" if name in stage.Params.model_fields else name
 
 

@@ -23,7 +23,8 @@ from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import Cluster, ResourceRole
 
 RUN = "@run@"
-"""What stands for the URL of the run in the options of `tuneloop.kfp.iterations`."""
+"""What stands for the URL of the run in the options of `tuneloop.kfp.iterations`, where
+`build_values` replaces it: the URL is known in the run alone."""
 
 
 def name_changes(task: str) -> str:
@@ -39,7 +40,8 @@ class IterationsPlan:
 
     Attributes:
         pod: what runs it.
-        options: of the program `tuneloop.kfp.iterations`: name → value, as JSON.
+        options: name → value, as JSON, of the flags of the program `tuneloop.kfp.iterations`; those
+            that are None are left out.
     """
 
     pod: PodPlan
@@ -52,7 +54,8 @@ class TaskPlan:
 
     Attributes:
         pipeline: its name.
-        stages: template → stage, with the pod of its task.
+        stages: template → stage, with the pod of its task. All stages are here, also those of
+            `repeated`.
         repeated: templates of the stages that the task of the iterations runs, which have no task
             of their own.
         iterations: None: there is no loop, or each stage of each iteration is a task.
@@ -175,7 +178,12 @@ def count_written_out(config: PipelineConfig, loop: Loop | None) -> int:
 
 
 def _refuse_unsupported_settings(config: Any) -> None:
-    """Raise UserError for a setting of a loop that Kubeflow Pipelines do not support."""
+    """Raise UserError for a setting of a loop that Kubeflow Pipelines do not support.
+
+    A setting that only Argo and one machine carry out is added here, or it has no effect on
+    Kubeflow Pipelines and nobody is told; one of an engine is added to `config/engines.py:
+    local_settings`. What is set of pods is refused by `task_pod.py`.
+    """
     # Not every loop has a section for the deployment.
     unsupported: JsonObject = {
         "loop.asynchronous": config.loop.asynchronous,
@@ -219,7 +227,10 @@ def _plan_iterations(
     config: LoopPipelineConfig,
     inner: dict[str, StagePlan],
 ) -> IterationsPlan:
-    """Plan the task that runs the iterations, whose memory is estimated later."""
+    """Plan the task that runs the iterations, whose memory `_estimate_memory` estimates later.
+
+    Each option is a flag of the same name in `iterations.py: _parse_options`.
+    """
     engine = config.engine
     loop_plan = plan_loop(loop, specs, config, config.published(RUN))
     roles: list[ResourceRole] = [stage.resource_role for stage in inner.values()]
@@ -245,7 +256,9 @@ def _plan_iterations(
 
 
 def _describe_server(config: LoopPipelineConfig, gpus: int) -> JsonObject:
-    """Describe the rollout server, as `tuneloop.kfp.rollout_server` takes it.
+    """Describe the rollout server, as `rollout_server.py: run_server` takes it.
+
+    It is compiled into pipelines: older ones lack a key that is added.
 
     Args:
         config: settings of the pipeline.
@@ -274,6 +287,8 @@ def _estimate_memory(
     server: ServerPlan | None,
 ) -> TaskPlan:
     """Return the plan with the memory of the pods that have no limit yet, as far as it is known.
+
+    For Argo `argo/memory_estimate.py: plan_memory` does it, with the same `estimate_pod`.
 
     Args:
         plan: of the tasks.
@@ -311,7 +326,9 @@ def _estimate_memory(
 
 
 def find_engine(stage: StagePlan, cluster: Cluster) -> ServerPlan | None:
-    """Return vLLM as a server, where a stage runs it in its own process; else None."""
+    """Return vLLM as a server, for the estimate of memory, if a stage runs it in its own process;
+    else None.
+    """
     is_called = stage.parameters.get("endpoint") or "endpoint" in stage.wired
     if stage.parameters.get("engine") != VLLM or is_called:
         return None

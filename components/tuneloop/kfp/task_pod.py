@@ -1,5 +1,12 @@
 """The pod of a task of Kubeflow Pipelines: its resources, queue, store and rights, and what
 `cluster.pod` says of it, as far as the platform spec has fields for it.
+
+Argo's pods are configured by `argo/pod_fields.py`; of that only `plan_resources` (CPU, memory and
+accelerators) is used here, too. So another setting that is added to a role (`workflow/settings.py:
+Resources`) or to `Cluster` has no effect on tasks until it is written or refused here, as
+``grace_s`` has none. What is added to `workflow/pod_settings.py: PodSettings` gets here by its
+patch, and what `_configure_custom_pod` does not know of a patch is refused. docs/pods.md ("Where it
+arrives") lists what is supported.
 """
 
 from typing import Any
@@ -17,10 +24,13 @@ from tuneloop.workflow.settings import AUTO, SANDBOX, Cluster, ResourceRole
 
 REMEDY = "Kubeflow Pipelines have no field for it: leave it out"
 MISSING = ("service_account", "priority_class", "env_from")
-"""The shortcuts that the platform spec has no field for."""
+"""The shortcuts of `PodSettings` that the platform spec has no field for; they are refused by their
+own names. Others without a field are refused by the path in the patch that they make."""
 DELETES = "Kubeflow Pipelines can only add to a pod: leave out what deletes"
 RUN_ACCOUNT = "a run of Kubeflow Pipelines has one for all tasks: give it when it is started"
+"""Remedies of settings that are refused: in general, for a patch that deletes, for an account."""
 NO_DEADLINE = "8760h"
+"""A year: the deadline of all attempts of a task together, which cannot be left out."""
 
 
 def configure_task_pod(

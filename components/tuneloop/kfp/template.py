@@ -36,7 +36,11 @@ TYPES = {
     "model": Model,
     "metrics": Metrics,
 }
-"""Input or output → artifact type; any other is a Dataset."""
+"""Name of an input, or kind of an output → artifact type; any other is a Dataset.
+
+kfp refuses to connect an output with an input of another type: a stage that takes a checkpoint or
+metrics under a new name needs that name here. `loop.py` and `jobs.py` read it, too.
+"""
 UI_TYPES: JsonMapping = {output.name: getattr(dsl, output.type) for output in UI_OUTPUTS}
 """Output that the UI shows → artifact type."""
 DESCRIPTIONS = {
@@ -46,8 +50,9 @@ DESCRIPTIONS = {
     SAME: "input → the other input that is the same artifact",
     CHANGES: "parameters that are set for this run, as JSON",
 }
-"""Parameter of the adapter itself → description."""
+"""Parameter of the adapter itself → description; a parameter of a stage has its own."""
 REQUIRED = inspect.Parameter.empty
+"""The default of an input or output that has none."""
 Step = Callable[..., dsl.PipelineTask]
 """Creates a task of the enclosing pipeline: ``step(name, **arguments)``."""
 Signature = dict[str, tuple[Any, Any]]
@@ -150,10 +155,10 @@ def define_uncached_step(
     flags: Sequence[str] = (),
 ) -> Step:
     """Return the program ``tuneloop.kfp.<name>`` as a step that KFP never caches, because it reads
-    the current state.
+    the current state. Its image is ``base``.
 
     Args:
-        name: of the program.
+        name: of the program, a module of this package, and of the component.
         summary: one sentence for the UI.
         kinds: input or output → type.
         descriptions: input → what it is.
@@ -228,7 +233,11 @@ def stage_component(
 def stage_signature(
     stage: Component, parameter_names: set[str]
 ) -> tuple[Signature, dict[str, str]]:
-    """Return the inputs and outputs of a stage's component, and name → description."""
+    """Return the inputs and outputs of a stage's component, and name → description.
+
+    `stage.py` reads these inputs and writes these outputs. A change of either changes every
+    compiled pipeline (`make golden`).
+    """
     fields: dict[str, FieldInfo] = {}
     for name, field in stage.Params.model_fields.items():
         if name in parameter_names or field.default is not None:
@@ -350,7 +359,11 @@ def _describe_parameter(field: FieldInfo) -> tuple[Any, Any]:
 
 
 def _choose_type(annotation: Any) -> type:
-    """Return the type among str, int, float, bool, list and dict that kfp has for an annotation."""
+    """Return the type among str, int, float, bool, list and dict that kfp has for an annotation.
+
+    Of a union the first type counts that is not None: a parameter that may also be of another type
+    gets no value of that type on Kubeflow Pipelines.
+    """
     origin = get_origin(annotation) or annotation
     parts = get_args(annotation)
     if origin is Annotated:

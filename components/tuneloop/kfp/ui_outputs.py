@@ -45,7 +45,8 @@ class UiOutput:
     Attributes:
         name: of the artifact.
         type: its class in `kfp.dsl`, by which the UI chooses how to show it.
-        applies_to: whether the tasks of a stage have it. The task of the iterations has every one.
+        applies_to: whether the tasks of a stage have it. The task of the iterations has every entry
+            of `UI_OUTPUTS`, so that `write_loop` has to write a file in any case.
         write_stage: writes it, under this name, for what a stage has committed.
         write_loop: writes it, under this name, for the iterations of a loop.
     """
@@ -117,7 +118,11 @@ UI_OUTPUTS = (
         write_loop=_write_loop_curves,
     ),
 )
-"""Every output that the UI shows, in the order in which components declare them."""
+"""Every output that the UI shows, in the order in which components declare them.
+
+The report of a run has outputs of its own, `report.py`. docs/kfp.md lists all. No stage may have an
+output of one of these names.
+"""
 
 
 def write_stage_outputs(task: Task, artifact: CommittedArtifact) -> None:

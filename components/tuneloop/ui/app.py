@@ -4,6 +4,10 @@ The page inserts them as text, never as markup, and the browser is told to run n
 
 `cli/ui.py` serves it, in a process that only reads. Requests come on several threads: a run is used
 by one at a time (`OpenRuns.use`).
+
+A route that the page asks for has to be answered in a report, too, where there is no server:
+`report.py: render_page` puts the answers of a run into the file, and `static/frozen.js` finds them
+there.
 """
 
 import threading
@@ -32,19 +36,24 @@ from tuneloop.ui.report import STATIC
 from tuneloop.workflow.settings import RUN_LABEL
 
 PAGES = ("/", "/compare", "/runs/{rest:path}")
-"""The paths of the page, which reads from its address what it shows."""
+"""The paths of the page. Its scripts read from the address what to show (`static/app.js: open`): a
+path that is added needs a page there."""
 UNCOMMITTED = f"{RUN_LABEL},workflows.argoproj.io/phase!=Succeeded"
 """Selects the workflows whose runs may have committed nothing: active and failed ones."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-"""Content security policy: only the page's own scripts run, whatever a completion contains."""
+"""Content security policy: only the page's own scripts run, whatever a completion contains.
+
+A report has its own, `report.py: POLICY`.
+"""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+"""Headers of all answers."""
 Describe = Callable[[Run, Request], Any]
 """Computes the answer to a request about a run."""
 

@@ -1,8 +1,10 @@
 """The data of a run that the pages show, as JSON: its current state, its artifacts, and its
 weights.
 
-Whoever reads it knows its keys by their names alone: `ui/static/*.js`, `ui/report.py`, `cli/watch.py`,
-`cli/live.py` and `kfp/progress.py`.
+Whoever reads it knows its keys by their names alone: `ui/static/*.js`, `ui/report.py`,
+`cli/watch.py` and `cli/live.py`. A key that is added is shown by none of them until they name it,
+and no type checker sees the scripts. `kfp/progress.py` makes a `Progress`, too. ``tuneloop status
+--json`` has other keys (`cli/inspect.py: _describe_run`).
 """
 
 import math
@@ -35,15 +37,22 @@ from tuneloop.weights.inspect import list_versions
 SPARKLINE_POINTS = 60
 """About so many rewards are drawn as a line that is a hundred pixels wide."""
 PROGRAM = ("tuneloop", "python", "image")
-"""The entries of a manifest's provenance that are listed beside its packages."""
+"""The entries of a manifest's provenance (`core/provenance.py`) that are listed beside its
+packages.
+
+An artifact without such an entry adds ``None`` to the list.
+"""
 
 
 class Progress(TypedDict):
     """What an executor knows of a run.
 
     Attributes:
-        phase: as `Run.phase`, in lower case.
+        phase: as `runs/run_record.py: Run.phase`, or a phase of Argo in lower case. One that is new
+            needs an entry in `cli/watch.py: CODES` if the run is over, and a colour in
+            `ui/static/style.css`.
         message: why, in words; may be empty.
+        stages: in the order in which they began.
     """
 
     phase: str
@@ -123,6 +132,10 @@ def describe_state(
 ) -> RunState:
     """Describe the state of a run: its phase, its stages and what each waits for, and its rewards
     for a sparkline.
+
+    The limits of its loop are the parameters ``iterations`` and ``target-reward`` of the workflow,
+    which `argo/pipeline.py` names. `cli/live.py`, `cli/inspect.py`, `runs/summary.py` and
+    `cluster/watch.py` read the first one by its name, too.
 
     Args:
         run: the run.
@@ -265,7 +278,12 @@ def _list_packages(run: Run) -> list[tuple[str, str]]:
 
 
 def _describe_artifact(run: Run, entry: Entry) -> JsonObject:
-    """Describe an artifact by what its manifest states, measured and notes."""
+    """Describe an artifact by what its manifest states, measured and notes: the rows of the page
+    (`ui/static/run.js`, `ui/static/weights.js`) and of its lineage.
+
+    Of notes and timings only those are shown that are named here. `training/epochs.py` and
+    `stages/policy_update.py` write them.
+    """
     manifest = entry.manifest
     provenance = manifest.provenance
     inputs: dict[str, str] = {}

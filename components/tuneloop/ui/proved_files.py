@@ -1,7 +1,8 @@
 """Files of artifacts that a page shows: proved when they are read, and again once they have
 changed.
 
-`ui/samples.py` keeps two of these in the process of the page: completions, and texts of tokens.
+`ui/samples.py` keeps two of these in the process of the page, `COMPLETIONS` and `TOKEN_TEXTS`. Its
+tests are in `tests/unit/ui/test_open_page.py`.
 """
 
 import os

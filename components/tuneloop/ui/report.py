@@ -1,8 +1,9 @@
 """The report of a run: the live page with all data that it would request, in one file that opens
 offline.
 
-`run` writes it when it ends, `tuneloop report` anew, and KFP shows it as a task's output. It has
-the same scripts as the page, and answers in place of their requests.
+`run` writes it when it ends, `tuneloop report` anew, trackers attach it (`runs/tracking.py`), and
+KFP shows it as a task's output (`kfp/report.py`). It has the same scripts as the page, and answers
+in place of their requests.
 """
 
 import base64
@@ -39,12 +40,19 @@ MODULES = (
     "samples.js",
     "app.js",
 )
-"""The page's scripts, each after those that it imports."""
+"""The page's scripts, each after those that it imports.
+
+They become one script in a report, so that a script that is added has to be listed here, and no two
+may define a name in common at their top level (`tests/unit/ui/test_report.py` notices both). An
+import has to be one statement that begins a line and ends with a semicolon.
+"""
 POLICY = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
     "script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src data:; base-uri 'none'; "
     "form-action 'none'; require-trusted-types-for 'script'\">"
 )
+"""Content security policy of a report: only the script and the style with these digests. The live
+page has its own, `ui/app.py: POLICY`."""
 POINTS = 10_000
 """The number of points of all curves together."""
 FEWEST_POINTS = 20
@@ -52,7 +60,7 @@ MOST_POINTS = 460
 """The minimum and maximum of one curve: two points for each two pixels."""
 # Limits that keep a report below 1 MB.
 ARTIFACTS = 240
-"""Artifacts of the loop."""
+"""Artifacts of the loop: the newest. The page says how many are left out."""
 VERSIONS = 100
 """Published versions."""
 ROWS = 12
@@ -157,6 +165,9 @@ def freeze_page(
     sentence: str = "",
 ) -> str:
     """Freeze the live page into one file that needs no server.
+
+    Four texts of `static/index.html` are replaced as they stand there: one that is edited in the
+    page alone stays as it is in a report, without an error.
 
     Args:
         title: the page's.

@@ -2,7 +2,11 @@
 their tokens.
 
 The page asks for it by `ui/app.py`, and the report by `ui/report.py`. Columns are those of
-`formats/rollouts.py`.
+`formats/rollouts.py`: all of a file but ``prompt_ids`` are sent, and `ui/static/samples.js` shows
+those that it names.
+
+In a report the browser searches and sorts: `ui/static/frozen.js: chooseRows` repeats what
+`_select_places` and `_sort_places` do here. Only `tests/local/test_ui.py` looks at both.
 """
 
 import json
@@ -31,9 +35,12 @@ BATCH = 1 << 14
 FILES = (REWARDS_FILE, FILE, SAMPLES_FILE)
 """The files with completions, the one with most columns first."""
 TOKENS = ("completion_ids", "logprobs", "loss_mask", "policy_versions")
-"""The columns with a value for each token."""
+"""The columns with a value for each token: they are cut to `MOST_TOKENS`, in a report to
+`report.py: IDS`. A column of this kind that is not listed makes pages as large as it is."""
 FILTERS = ("id", "group", "outcome")
+"""The columns by whose value rows are chosen."""
 TEXTS = ("prompt", "completion", "answer")
+"""The columns that are searched. `ui/static/frozen.js: chooseRows` has a copy of both lists."""
 
 
 @dataclass(frozen=True)
@@ -207,9 +214,12 @@ def _read_token_texts(path: Path) -> TokenTexts:
 
 
 TOKENIZER = "model/tokenizer.json"
+"""The file of a checkpoint that has the texts of tokens."""
 NO_TEXTS = TokenTexts({}, "")
 COMPLETIONS = ProvedFiles(_open_completions, capacity=8)
+"""The files of completions that this process has open, of all runs."""
 TOKEN_TEXTS = ProvedFiles(_read_token_texts, capacity=4)
+"""The vocabularies that this process has read, of all runs."""
 
 
 def _select_places(
@@ -255,7 +265,8 @@ def _compute_order(table: pa.Table) -> dict[str, Any]:
     """Compute the values for sorting, NaN if a row has none, as arrays of float64.
 
     They are the score, and the unscaled advantage, which is the score minus its group's mean, as in
-    GRPO (arXiv 2402.03300).
+    GRPO (arXiv 2402.03300), whatever algorithm trained the policy. Its keys are what `read_page`
+    can sort by; `ui/static/samples.js: SORTS` offers them.
     """
     size = table.num_rows
     absent = np.full(size, np.nan)

@@ -1,4 +1,7 @@
-"""``tuneloop endpoint``: rollout endpoints that tuneloop does not serve itself."""
+"""``tuneloop endpoint``: rollout endpoints that tuneloop does not serve itself.
+
+The tests of the protocol are `inference/conformance.py: run_checks`; docs/weights.md describes it.
+"""
 
 import socket
 from typing import Annotated

@@ -1,5 +1,8 @@
 """``tuneloop fleet``: rollout workers to which tuneloop sends each version of the weights (others
 fetch it from the store themselves), and the graphs of workers of Dynamo's operator.
+
+The kinds of fleets are in `inference/fleet/`, one file each, and graphs in
+`inference/fleet/graph.py`. `autoscale` knows only `service://` (`cluster/autoscaler.py`).
 """
 
 import functools

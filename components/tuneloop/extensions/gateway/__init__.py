@@ -11,6 +11,10 @@ it. An identifier begins with the session's, which begins with its namespace::
     team-a.session-3f9c0d21ab:train:0        model, the first one of the session
     team-a.session-3f9c0d21ab:sample:2       sampling session
     team-a.session-3f9c0d21ab:train:0:7      request, the seventh to that model
+
+What another release of the client may need: its messages in `tinker.textproto` (numbers of fields)
+and `messages.py` (names), its routes and its configuration in `app.py` (`PROXIED`,
+`CLIENT_CONFIG`).
 """
 
 from tuneloop.core.hooks import Extension

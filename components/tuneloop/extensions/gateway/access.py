@@ -1,7 +1,10 @@
 """Authentication of callers, and the namespaces in which they may have sessions.
 
-`app.py` asks it for each request, before it reads a body. There is a class for a cluster and one
-for one machine, with the same two methods.
+`app.py` asks it for each request, before it reads a body. There is a class for a cluster
+(`TokenReviews`) and one for one machine (`TokenFile`), with the same two methods, `caller` and
+`allowed`: what `app.py` calls is added to both. A further request to the API server needs a right
+in `manifests/components/gateway/rights.yaml`. Its tests are in
+`tests/extensions/gateway/test_app.py` and `test_hostile.py`.
 """
 
 import hashlib
@@ -30,8 +33,10 @@ MOST_ANSWERS = 4096
 MOST_WAITING = 256
 """The maximum number of unknown tokens that wait for the API server's answer."""
 PREFIX = "tml-"
-"""Tinker's client library accepts a key with this prefix, or a JWT."""
+"""The beginning of the token of `TokenFile`: Tinker's client library accepts a key with this
+prefix, or a JWT."""
 LOCAL = "local"
+"""The user and the one namespace of a gateway on one machine."""
 
 
 @contextmanager

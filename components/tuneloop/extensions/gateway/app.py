@@ -60,15 +60,19 @@ PROXIED = (
     "get_info",
     "session_heartbeat",
 )
+"""Routes of Tinker below ``/api/v1`` that are passed on to the session's worker, which answers the
+same ones (`worker.py: Worker.app`). One that uses tokens is named in `Gateway._check_tokens`,
+too."""
 NAME_FIELDS = ("session_id", "model_id", "sampling_session_id", "request_id")
-"""The fields by which a request may name its session."""
+"""The fields of a body by which a request may name its session, model, sampling session or request.
+A request whose body names it in another field is refused before a worker sees it."""
 OWN_BODY_BYTES = 2**20
 WORKER_BODY_BYTES = 2**25
 """Maximum bytes of a body: for the gateway itself, and for a worker (Tinker's client sends batches
 in 5 MB pieces)."""
 HELD_BYTES = 2**27
 """Maximum bytes of all bodies at a time; with the objects parsed from them they fit into the
-gateway's memory."""
+gateway's memory (`resources` in `manifests/components/gateway/gateway.yaml`)."""
 THREAD_BYTES = 2**16
 """Bytes of a body from which on it is searched on a thread, as other requests wait meanwhile."""
 BODY_S = 60.0
@@ -86,6 +90,7 @@ MOST_MATCHES = 2**22
 """The maximum number of matches, which takes seconds. A batch of Tinker's client has at most one in
 eight bytes."""
 DEPTHS = {b"{": 1, b"[": 1, b"}": -1, b"]": -1}
+"""Bracket → by how much it changes the depth of what follows."""
 CLIENT_CONFIG: JsonObject = {
     "pjwt_auth_enabled": False,
     "proto_compress_fwdbwd": False,
@@ -290,7 +295,11 @@ class Gateway:
         return answer
 
     def _check_tokens(self, namespace: str, path: str) -> int:
-        """Return how many tokens a namespace may still use today; refuse a request for more."""
+        """Return how many tokens a namespace may still use today; refuse a request for more.
+
+        The worker counts the tokens of a request, and refuses it by the same limit (`session.py:
+        Session._use_tokens`).
+        """
         # To count for a name begins a new day, if it is one.
         self.tokens.count("")
         limit = self.settings.quota(namespace).tokens_per_day

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from tuneloop.extensions.gateway.app import Gateway
 
 GRACE_S = 60
-"""Seconds for running requests after SIGTERM: a request waits for a worker, and for its answer to a
-poll.
+"""Seconds for running requests after SIGTERM: a request waits for a worker
+(`app.py: START_WAIT_S`), and for its answer to a poll (`worker.py: POLL_S`). The grace period of
+the gateway's pod is longer by 10 s (`manifests/components/gateway/gateway.yaml`).
 """
 
 

@@ -5,8 +5,11 @@ fails, as its models are lost. (If Kueue preempts the Job and admits it again, t
 of the models, and says so.) The worker's key is in the pod's environment: whoever may read the Jobs
 of a namespace may use its sessions.
 
-`app.py` takes this or `processes.Processes` as its backend; both have the same methods. A Job that
-an older gateway created is read by a newer one.
+`app.py` takes this or `processes.py: Processes` as its backend; both have the same methods. A Job
+that an older gateway created is read by a newer one: names of annotations and variables stay. What
+the API server is asked needs a right in `manifests/components/gateway/rights.yaml`, or for the
+sampler in `manifests/components/sampler/rights.yaml`. Its tests need a cluster:
+`tests/cluster/test_gateway.py`.
 """
 
 import secrets
@@ -30,13 +33,19 @@ from tuneloop.inference.refusals import Refused
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 LABEL = "tuneloop.dev/session"
+"""Label of the Job and of its pod: the session's name."""
 REQUEST = "tuneloop.dev/session-wanted"
 CREATOR = "tuneloop.dev/session-creator"
 ARTIFACTS = "tuneloop.dev/artifacts"
+"""Annotations of a Job: the `SessionRequest` as JSON, who created it, and the URL of its
+artifacts."""
 PORT = 8000
+"""The port of a worker and of the shared sampler; copies are in `session.yaml` and in
+`manifests/components/gateway/network.yaml`."""
 TIMEOUT = {"_request_timeout": 30}
 """Timeout of a request to the API server, in seconds."""
 JOB = Path(__file__).with_name("session.yaml")
+"""The template of a Job, which `Jobs._job` completes."""
 
 
 class Jobs:
@@ -114,7 +123,11 @@ class Jobs:
         return sorted(sessions, key=lambda session: (session.created, session.name))
 
     def _job(self, name: str, request: SessionRequest, creator: str, artifacts: str) -> JsonObject:
-        """Build the Job of a session from the template `JOB` and the settings."""
+        """Build the Job of a session from the template `JOB` and the settings.
+
+        The command line is parsed by `worker.py: _parse`; `processes.py: Processes._start` writes
+        one with the same flags.
+        """
         # Read anew for each session: an administrator may have changed them.
         settings = read_settings(self.config).worker
         labels = {

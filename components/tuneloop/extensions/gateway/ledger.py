@@ -4,7 +4,8 @@ A client without an answer sends its request again with the same number, and req
 of order. So a request is identified by (stream, number), and a model's request waits for earlier
 ones. One thread executes them; each has a future.
 
-`worker.py` puts requests in from the threads of HTTP, and takes them out on the one that computes.
+`session.py` puts requests in, on the threads of HTTP, and `worker.py` takes them out on the one
+that computes.
 """
 
 import math
@@ -22,9 +23,9 @@ KEPT_RESULTS = 4096
 """The number of results of a stream that are kept; a client fetches each within seconds. As many
 requests may wait."""
 FETCHED_S = 300.0
+"""Seconds for which a result is kept after it was last sent, as that answer may be lost."""
 UNFETCHED_S = 3600.0
-"""Seconds for which a result is kept: after it was last sent, as it may be lost, and after it was
-computed."""
+"""Seconds for which a result is kept after it was computed, if nobody has fetched it."""
 SWEEP_S = 60.0
 """Seconds between two searches for expired results."""
 
@@ -36,7 +37,8 @@ class Entry:
     Attributes:
         fingerprint: equal requests have an equal one.
         work: executes requests, and returns their results; it may raise any error.
-        batch: requests with an equal one can be executed together; None: alone.
+        batch: requests with an equal one can be executed together; None: alone. All parameters that
+            the requests share have to be in it, as those of the first are used for all.
         number: in its stream; -1 outside of one.
         until: when the result is dropped, by `time.monotonic`.
         fetched: whether the result was sent.
@@ -105,6 +107,9 @@ class Ledger:
     def open(self, stream: str, first: int | None = None) -> None:
         """Accept requests for `stream`: in order, from number `first` on, or in any order if it is
         None.
+
+        A model's stream begins with 0, the request that creates the model; the client counts the
+        model's further requests from 1 on. Sampling sessions have no order.
         """
         with self._changed:
             self._streams.setdefault(stream, Stream(first, (first or 1) - 1))

@@ -1,6 +1,12 @@
 """Bodies of Tinker's requests, and results as they are sent back.
 
-The names of fields are those of Tinker's client, and are checked by its own library in the tests.
+The names of fields are those of Tinker's client, and are checked by its own library in the tests. A
+field that is not declared here is ignored without a word; only those of `Sample` itself are
+refused. So a field that would change what is computed is declared, and refused in `session.py`
+where it is not supported.
+
+`forward_backward` and its result have two forms, JSON here and protobuf in `wire.py`: a field or a
+dtype that is added is added to both.
 """
 
 from dataclasses import dataclass
@@ -119,7 +125,11 @@ class Prompt(Body):
 
 
 class SamplingParams(Body):
-    """How completions are sampled; the limits of integers are those of int32 tensors."""
+    """How completions are sampled; the limits of integers are those of int32 tensors.
+
+    A parameter that is served has to be in the `batch` of `session.py: Session.sample`, too:
+    requests that differ in it must not be executed together.
+    """
 
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     seed: Seed | None = None

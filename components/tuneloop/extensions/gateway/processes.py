@@ -1,6 +1,8 @@
 """Sessions as child processes of the gateway, on one machine. They end with it.
 
-This is ``tuneloop gateway --local``. The methods are those of `jobs.Jobs`.
+This is ``tuneloop gateway --local``. The methods are those of `jobs.py: Jobs`. Of the settings of a
+session's pod only ``idle`` and ``grace`` have an effect here. Its tests are in
+`tests/extensions/gateway/test_drain.py` and `tests/local/test_gateway.py`.
 """
 
 import contextlib
@@ -99,7 +101,11 @@ class Processes:
         self.children[name] = Child(replace(session, address=address), process, log)
 
     def _start(self, session: Session, listener: int, output: BinaryIO) -> subprocess.Popen[bytes]:
-        """Start a worker that serves on the inherited socket `listener`."""
+        """Start a worker that serves on the inherited socket `listener`.
+
+        The command line is parsed by `worker.py: _parse`; `jobs.py: Jobs._job` writes one with the
+        same flags.
+        """
         settings = self.settings.worker
         command = [
             sys.executable,

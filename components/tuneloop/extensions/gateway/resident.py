@@ -2,6 +2,11 @@
 
 `session.py` calls it on the thread that computes, never two methods at once. Checkpoints are those
 of stages (`training/checkpoint.py`), so that a run can go on from one.
+
+It builds the trainer of the stages by itself (`Resident._open`, `_read_optimization`), without
+their options: a field that is added to `training/options.py: Optimization`, and an argument of
+`training/fsdp/policy.py: Policy`, has to be given here, too. Its tests are in
+`tests/extensions/gateway/test_session.py`.
 """
 
 import time
@@ -40,24 +45,33 @@ if TYPE_CHECKING:
 STAGE = "session"
 """The stage name in the manifests of its checkpoints."""
 MICRO_BATCH = 64
-"""Sequences in one forward pass."""
+"""The most sequences in one forward pass (`Trainer.plan`)."""
 POLICY_GRADIENT = ("logprobs", "advantages")
+"""Inputs of a policy gradient: the sampler's log-probability of each token, and its advantage."""
 INPUTS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("weights",),
     "importance_sampling": POLICY_GRADIENT,
     "ppo": POLICY_GRADIENT,
     "cispo": POLICY_GRADIENT,
 }
-"""Loss → the inputs that it needs for every position, in addition to ``target_tokens``."""
+"""Loss → the inputs that it needs for every position, in addition to ``target_tokens``.
+
+These are the losses that are served. One that is added is computed in `compute_loss`, and has its
+options in `THRESHOLDS`. They are Tinker's, and have nothing to do with `algorithms/`.
+"""
 THRESHOLDS: dict[str, dict[str, float]] = {
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
 }
-"""Loss → its options with their defaults: bounds of the ratio."""
+"""Loss → its options with their defaults: bounds of the ratio. A loss without an entry has none."""
 
 
 class AdamParams(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """AdamW's options of one step; names and defaults are Tinker's."""
+    """AdamW's options of one step; names and defaults are Tinker's.
+
+    An option that is added has no effect until `_read_optimization` or `Resident.optim_step`
+    applies it.
+    """
 
     learning_rate: float = Field(1e-4, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)

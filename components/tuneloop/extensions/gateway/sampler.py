@@ -32,8 +32,8 @@ KEEP_S = 10.0
 another session waits so long, or until they have been sampled from. At most 60 (`load` of
 `inference/http_api.py`). It does not stop an idle server; `SamplerUse` does."""
 LOOK_S = 10.0
-"""Seconds between two attempts to start a used server, and the maximum between two checks whether
-it is used."""
+"""Seconds between two attempts to start a used server, and the most seconds between two checks
+whether a server is still used."""
 log = logging.getLogger("tuneloop.extensions.gateway")
 Result = TypeVar("Result")
 

@@ -2,6 +2,9 @@
 
 It runs in the worker's process. A method of a request checks what it can at once and puts the rest,
 as `work`, into the ledger; `do` runs that later, on the thread that owns the models.
+
+A request that is added is a method here, a body in `messages.py`, a route in `worker.py:
+Worker.app` and its name in `app.py: PROXIED`.
 """
 
 import contextlib
@@ -46,18 +49,24 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.ranks import Ranks
 
 SCHEME = "tinker://"
+"""The beginning of a checkpoint's path, which `CHECKPOINT` matches."""
 DRAINED = "drained"
+"""The name of the checkpoint in which a session that ends saves a model (`_save_drained`)."""
 SNAPSHOTS = 2
 """The number of unnamed versions that are kept for sampling sessions, in memory or the store."""
 UNNAMED = "snapshots"
+"""The folder of unnamed versions in the store, beside `CHECKPOINT`'s ``weights``."""
 NOT_DONE = "not done: its session is ending; continue from its checkpoints"
 log = logging.getLogger("tuneloop.session")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+"""Matches the name that a client gives a checkpoint; it becomes a folder in the store."""
 CHECKPOINT = re.compile(
     rf"({SCHEME})?(?P<namespace>[^:./]*)\.(?P<session>[a-z0-9-]+):train:(?P<number>\d+)"
     rf"/(?P<file>(weights|sampler_weights)/{NAME.pattern})"
 )
-"""Matches the path of a checkpoint, as Tinker's client has it."""
+"""Matches the path of a checkpoint, as Tinker's client has it. Its kinds, ``weights`` and
+``sampler_weights``, are those that `save_weights` writes; `_url` makes the place in the store of
+it."""
 
 
 class Session:
@@ -259,6 +268,8 @@ class Session:
             raise UserError("prompt", [], "is empty")
         params = request.sampling_params
         batch = None
+        # It has all parameters that change a completion, but for prompt and seeds: `_sample` takes
+        # those of the first request for all.
         # Without a maximum, or with scores, the length of its prompt decides what is computed.
         if params.max_tokens is not None and not request.prompt_logprobs:
             batch = (

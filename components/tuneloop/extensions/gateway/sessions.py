@@ -22,12 +22,16 @@ from tuneloop.inference.refusals import Refused
 from tuneloop.sharing.lease_storage import STORED_LEASES
 
 Phase = Literal["queued", "starting", "running", "ending", "ended", "failed"]
+"""How a session stands, as `jobs.py: _phase` and `processes.py: Processes._look` find it. Requests
+to a session in a phase that is not in `ALIVE` are refused with 410, and a phase that uses no quota
+is named in `Quota.check`."""
 ALIVE = ("queued", "starting", "running")
 """Phases in which a session exists. One that is ``ending`` accepts no requests, but uses quota
 until it is gone."""
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 """Matches a name that Kubernetes accepts for a label (RFC 1123)."""
 DAY_S = 86400
+"""Seconds of a day: quotas are counted from midnight UTC on (`Meter`)."""
 
 
 class SessionRequest(BaseModel, frozen=True, extra="forbid"):
@@ -52,7 +56,10 @@ class SessionRequest(BaseModel, frozen=True, extra="forbid"):
     patience: float = Field(30.0, ge=1, le=86400, description="the group's patience, in seconds")
 
     def flags(self, folder: str) -> list[str]:
-        """Return the flags of a worker that leases the devices of a group below `folder`, a URL."""
+        """Return the flags of a worker that leases the devices of a group below `folder`, a URL.
+
+        `worker.py: _parse` reads them. Fields without a flag here are unknown to the worker.
+        """
         if not self.lease_group:
             return []
         group = f"{folder}/{STORED_LEASES}/{self.lease_group}"
@@ -159,6 +166,7 @@ class Meter(Counter[str]):
         return self[name]
 
 
+# Read by `jobs.py: Jobs._job`; with ``--local`` only `idle` and `grace` have an effect.
 class WorkerPod(BaseModel, frozen=True, extra="forbid"):
     """The settings of a session's pod."""
 
@@ -203,7 +211,11 @@ class SamplerServer(BaseModel, frozen=True, extra="forbid"):
 
 
 class Settings(BaseModel, frozen=True, extra="forbid"):
-    """The gateway's settings, from a file that is read again for each new session."""
+    """The gateway's settings, from a file that is read again for each new session.
+
+    On a cluster the file is in the ConfigMap of `manifests/components/gateway/gateway.yaml`. An
+    unknown key is refused: a gateway whose file has a key that is removed here does not start.
+    """
 
     default: Quota = Quota()
     namespaces: dict[str, Quota] = {}

@@ -3,7 +3,9 @@
 Tensors are little-endian bytes with dtype and shape. `SCHEMA` has the field numbers of
 ``tinker_public.proto`` in the client library, release 0.38.
 
-A field that is added is a line of `SCHEMA`, by the number of the client's own file.
+A field that is added is a line of `SCHEMA`, by the number of the client's own file. It is read or
+written here, and in the JSON form of the same message (`messages.py`). The client's library reads
+and writes the same bytes in `tests/extensions/gateway/test_wire.py`.
 """
 
 import functools
@@ -19,10 +21,12 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 
 SCHEMA = Path(__file__).with_name("tinker.textproto")
 PROTOBUF = "application/x-protobuf"
+"""The content type of bodies and answers in protobuf; all others are JSON."""
 # Values of ``dtype`` in the schema.
 FLOAT32 = 1
 INT64 = 2
 DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
+"""The types of tensors that are read; those of the JSON form are in `messages.py: Array`."""
 
 
 @dataclass(frozen=True)

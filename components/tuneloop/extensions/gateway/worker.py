@@ -59,14 +59,18 @@ if TYPE_CHECKING:
     from tuneloop.sharing.leases import HeldLease, LeaseGroup
 
 KEY = "TUNELOOP_SESSION_KEY"
+"""Variable of the worker: the key of its session. `jobs.py` reads it back from the Job."""
 HEADER = "X-Session-Key"
+"""Header of a request: the key."""
 SESSION = "X-Session"
 """Header of every answer: the session whose worker answers."""
 TOKENS = "X-Tokens"
 """Header of a request: the tokens that the session may use today; of an answer: the tokens that it
 has used."""
 VERSION = "X-Weight-Version"
+"""Header of an answer with samples: the version of the weights that made them."""
 HEALTH = "/health"
+"""Answered without the key: `session.yaml` (readiness) and `processes.py: _is_ready` ask it."""
 POLL_S = 30.0
 """Seconds that `retrieve_future` waits; the client library waits 45."""
 LINGER_S = 0.5
@@ -76,7 +80,8 @@ SHARE_S = 10.0
 it."""
 
 FETCH_S = 15.0
-"""Seconds to wait at the end until results are fetched; a live client polls all the time."""
+"""Seconds to wait at the end until results are fetched; a live client polls all the time. With
+`MARGIN_S` it is the least grace period, `sessions.py: WorkerPod.grace`."""
 MARGIN_S = 5.0
 """Seconds of the grace period that are kept for the exit itself."""
 LOOK_S = 0.05
@@ -108,7 +113,10 @@ class Worker:
         self.thread = threading.Thread(target=self._compute, name="compute", daemon=True)
 
     def app(self) -> Any:
-        """Build the ASGI application."""
+        """Build the ASGI application.
+
+        A route that is added is unreachable until the gateway passes it on (`app.py: PROXIED`).
+        """
         session = self.session
         posts: dict[str, Callable[..., Any]] = {
             "create_model": self._queued(messages.CreateModel, session.create_model),
@@ -460,6 +468,8 @@ def _result(result: Any, proto: bool) -> Response:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the flags, which `jobs.py: Jobs._job`, `processes.py: Processes._start` and
+    `sessions.py: SessionRequest.flags` write."""
     parser = Parser("python -m tuneloop.extensions.gateway.worker", __doc__)
     parser.add_argument("--session", required=True, help="<namespace>.<name>")
     parser.add_argument(

@@ -1,4 +1,9 @@
-"""Which weights made which token: what made a version, and versions that are named, signed and published."""
+"""Which weights made which token: what made a version, and versions that are named, signed and
+published.
+
+All commands are in `commands.py`. The audit itself (`tuneloop audit`, `replay`, `bisect`) is in
+`runs/`, and so are the promotions of schedules (`runs/promotions.py`).
+"""
 
 from tuneloop.core.hooks import Extension
 

@@ -23,8 +23,12 @@ from tuneloop.stages.export import write_adapter
 from tuneloop.training.fetch import fetch_artifact
 
 PROGRAM = ("tuneloop", "code", "image", "packages", "device")
-"""The entries of a manifest's provenance that a statement has for each artifact."""
+"""The entries of a manifest's provenance (`core/provenance.py`) that a statement has for each
+artifact; null for one that an artifact lacks. docs/signing.md names them.
+"""
 BUILD_TYPE = "https://github.com/tuneloop/tuneloop/blob/main/docs/signing.md#build-type-v1"
+"""The type of the statement. Signed statements have it: another meaning is another type
+(`_describe_build`)."""
 STALE_FILES = [
     "model.safetensors",
     "model.safetensors.index.json",
@@ -33,10 +37,15 @@ STALE_FILES = [
     "adapter_config.json",
 ]
 """Files that an earlier push wrote at the top of a repository: a loader would prefer them to the
-new weights.
+new weights. If weights or adapters are written under another name (`stages/export.py:
+write_adapter`), it is added here.
 """
 CARD_HEAD = Path(__file__).with_name("model_card.md").read_text()
 CARD_BODY = Path(__file__).with_name("run_card.md").read_text()
+"""Templates of `str.format`: a brace in their text is written twice. They name entries of
+provenance and facts that every checkpoint has; one that an older checkpoint lacks ends the command
+with KeyError.
+"""
 CARD_SIGNATURES = """- `provenance.sigstore.json` names all that the model was made from; `model.sig` signs all files
   here. `tuneloop verify-model DIR --public-key FILE` proves both; `model_signing verify key` proves the files. After a
   change of this card sign again with `tuneloop attest`.
@@ -187,6 +196,10 @@ def _describe_build(
     builder: str,
 ) -> dict[str, Any]:
     """Return the predicate of SLSA's provenance, version 1 (slsa.dev/spec/v1.0/provenance).
+
+    `BUILD_TYPE` says what it means: a change of the meaning is a new type, with a section in
+    docs/signing.md. `signatures.py: verify_model` reads the run, the version, the builder and the
+    first of ``byproducts``, the root.
 
     Args:
         run: the run that made the checkpoint.

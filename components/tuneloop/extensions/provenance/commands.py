@@ -1,6 +1,7 @@
 """Commands that explain what made a version, judge it by another reward, and name, sign and publish versions.
 
-Each command opens a run, calls one function of this package, and prints.
+Each command opens a run, calls one function of this package, and prints. A command that is added is
+named in `__init__.py`, too, and in docs/commands.md.
 """
 
 import heapq

@@ -1,4 +1,9 @@
-"""Promotion of a version by a person: a name for it, if its evaluation reaches minima."""
+"""Promotion of a version by a person: a name for it, if its evaluation reaches minima.
+
+Here it is chosen which evaluation of the version decides. The comparison with the minima, the audit
+and the record are in `runs/promotions.py`, where schedules promote, too (`promote_result`), with
+the former policy's reward as a further minimum.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -34,7 +34,7 @@ the server.
 """
 PROGRAM = ("code", "image", "packages")
 """The entries of a manifest's provenance that are explained first, as they say which program
-ran.
+ran. All of it follows, as one of `EXPLAINED`.
 """
 BATCH = 50
 """The number of iterations that share reward processes: to start these takes longer than a simple
@@ -49,6 +49,8 @@ COLUMNS = (
     "metadata",
     "score",
 )
+"""The columns of scored rollouts (`formats/rollouts.py`) that a reward and the answer need. A run
+whose artifacts lack one is refused."""
 
 
 def find_artifact(run: Run, name: str) -> Entry:
@@ -90,6 +92,9 @@ def explain_artifact(
     entry: Entry,
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """Explain an artifact and everything it was made from, back to policies.
+
+    Inputs named ``policy`` or ``reference`` are not followed; an input of another name that takes a
+    checkpoint would lead back to the start of the run.
 
     Yields:
         ``key@digest`` of an artifact; and its inputs, its program and the fields of its manifest,
@@ -184,6 +189,10 @@ def _rescore_rows(
 ) -> None:
     """Judge rows within the limits in a scorer's parameters; add ``rescored`` and ``change`` to
     each.
+
+    It repeats what the stage `stages/reward.py` does with these parameters, and their defaults: a
+    parameter of the stage that changes a score has to be read here, too, or the scores differ for
+    another reason than the reward.
     """
     outcomes = score_all(
         rows,

@@ -19,10 +19,13 @@ from tuneloop.core.errors import UserError
 SIGNATURE = "model.sig"
 STATEMENT = "provenance.sigstore.json"
 CARD = "README.md"
+"""Names of files beside the model's: an interface, as directories that are signed already have them
+(docs/signing.md)."""
 UNSTATED_FILES = {CARD, "LICENSE", STATEMENT}
-"""Files that may be signed without being the model's."""
+"""Files that may be signed without being the model's. Any other file is refused by `attest`."""
 SIGNATURE_TYPE = "https://model_signing/signature/v1.0"
 PROVENANCE_TYPE = "https://slsa.dev/provenance/v1"
+"""Types of the two statements that `verify_model` takes: model-signing's own, and SLSA's."""
 
 
 def open_signer(key: Path, certificates: Sequence[Path]) -> Any:
@@ -167,8 +170,8 @@ def check_files(
 
 
 def _hash_directory(directory: Path) -> Any:
-    """Return model-signing's manifest of all files but the signature; it ignores those of git and
-    its hosts.
+    """Return model-signing's manifest of all files but the signature. The library itself leaves out
+    the files of git and of its hosts, such as ``.github``.
     """
     from model_signing import hashing
 

@@ -1,6 +1,7 @@
 """Steps that reserve or release shared devices: they run `tuneloop.cluster.reservations`.
 
-`pod.py` adds them when a workflow is rendered.
+`pod.py` adds them when a workflow is rendered. The flags are parsed in `cluster/reservations.py`,
+by the program of the workflow's images, which may be older: a new flag makes them refuse the step.
 """
 
 from collections.abc import Iterable
@@ -48,8 +49,8 @@ def build_reservation_steps(cluster: Cluster) -> list["Container"]:
 def reserve_claims(workflow: "Workflow") -> None:
     """Complete the step that reserves the claims of a drawn workflow.
 
-    It runs before anything else, wherever the workflow may start. Nothing is done if the pods claim
-    no devices.
+    It runs before anything else, wherever the workflow may start: each graph at which it may gets a
+    task ``claim``, on which its first tasks depend. Nothing is done if the pods claim no devices.
     """
     from hera.workflows import Task
 

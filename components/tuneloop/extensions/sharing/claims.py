@@ -23,10 +23,13 @@ ANNOTATION = "tuneloop.dev/share"
 """Annotation of a Workflow: its `Share`, as JSON."""
 
 ROLE_BY_IMAGE = {"rollout": "sampler"}
-"""Logical image → role; an image that is not listed is a trainer's."""
+"""Logical image → role; an image that is not listed is a trainer's. Unless ``share.roles`` is
+``together``, each role has claims and nodes of its own."""
 TRAINER = "trainer"
+"""The role of every image that `ROLE_BY_IMAGE` lacks."""
 PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
-"""Fields of a pod that decide on which node it runs."""
+"""Fields of a pod that decide on which node it runs: lint refuses other values of them than those
+of `pod_patch` and `build_affinity`, so that a field that these write is listed here."""
 
 
 def role_of(image: str) -> str:
@@ -40,14 +43,15 @@ def claim_output(share: Share, role: str) -> str:
 
 
 def claim_tag(share: Share, role: str) -> str:
-    """Return the tag of the claim's name, for the templates of a role's stages. With `share.alone` it
-    is the name of a ResourceClaimTemplate.
+    """Return Argo's tag for the claim's name, which the templates of a role's stages have. With
+    `share.alone` the name is that of a ResourceClaimTemplate.
     """
     return "{{workflow.outputs.parameters.%s}}" % claim_output(share, role)
 
 
 def build_sharing_labels(share: Share, role: str) -> dict[str, str]:
-    """Build the labels of a pod that shares devices."""
+    """Build the labels of a pod that shares devices. `colocation.py` and lint find such pods by the
+    first, in the rendered workflow."""
     return {GROUP_LABEL: share.group, ROLE_LABEL: role}
 
 
@@ -68,6 +72,9 @@ def pod_patch(share: Share, role: str) -> JsonObject:
 def build_affinity(share: Share, role: str) -> JsonObject:
     """Build the affinity that keeps trainers and samplers apart; empty if pods may run on any
     node.
+
+    Of `Share.roles` this is the one place that tells ``strict`` from ``apart``: any other value
+    but ``together`` counts as ``apart``.
     """
     if share.roles == "together":
         return {}

@@ -6,7 +6,9 @@ requests, or the last run's pods are never scheduled; and the memory used at a t
 kills a pod. Trainers that stay in memory between leases (the gateway's sessions) also need pinned
 host memory for weights and Adam's two moments.
 
-`preflight.py` asks it before a run is submitted, and `tuneloop plan` prints it.
+`preflight.py` asks it before a run is submitted, and `tuneloop plan` prints it. What a pod uses is
+estimated elsewhere (`argo/memory_estimate.py`): only requests and limits of the rendered pods are
+read here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -101,7 +103,8 @@ def compute_colocations(workflow: JsonMapping) -> dict[str, Colocation]:
     stages_at_once = 1
     pods_by_role: dict[str, list[JsonMapping]] = {}
     for template in workflow["spec"]["templates"]:
-        # An asynchronous loop has the pods of two stages at a time: one waits for the lease.
+        # An asynchronous loop has the pods of two stages at a time: one waits for the lease. Such a
+        # loop is known by the name of a task that `argo/loop.py: build_turn` draws.
         if any(call["name"] == "ahead" for call in list_calls(template)):
             stages_at_once = 2
         labels = labels_of(template)

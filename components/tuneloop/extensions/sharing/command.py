@@ -1,5 +1,7 @@
 """``tuneloop leases``: the holder and the waiters of the device lease in each group of runs that
 share devices.
+
+It prints fields of `sharing/lease_queue.py: LeaseQueue`, and changes nothing.
 """
 
 import time

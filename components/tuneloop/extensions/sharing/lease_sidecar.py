@@ -6,8 +6,9 @@ container once its startup probe has passed, and ends it after that container. I
 of an account that may only change Leases. A file on a volume that both mount tells the stage's
 container until when the lease is valid.
 
-The flags that are written here are parsed by `sharing/sidecar.py`, in the sidecar and in the local
-executor.
+The flags that are written here are parsed by `sharing/sidecar.py: parse_arguments`, in the sidecar,
+by `pod.py: SharingHook.hold_pod` for the local executor, and by `preflight.py`. A setting of
+`settings.py: Share` that the lease follows is an option here and a flag there.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,17 @@ if TYPE_CHECKING:
 NAME = "lease"
 """The sidecar's name, and that of the volume with its file."""
 ACCOUNT = "tuneloop-lease"
+"""The account of the pod, with its rights in `manifests/namespaced/accounts.yaml`."""
 DIRECTORY = "/lease"
 FILE = f"{DIRECTORY}/lease.json"
+"""The file with the grant, which `core/fencing.py` reads in the stage's container."""
 TOKEN = "lease-token"
+"""The volume with the account's token."""
 ACCOUNT_FILES = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Where the sidecar mounts that volume, and Kubernetes' client looks for the token."""
 PROGRAM = ["python", "-m", "tuneloop.sharing.sidecar"]
+"""The command of the sidecar. By it the local executor knows a container that it need not start
+(`pod.py: SharingHook.replaces_container`)."""
 FOREVER = 2**31 - 1
 """Failures allowed to the startup probe, one a second: a stage may wait long for the lease."""
 

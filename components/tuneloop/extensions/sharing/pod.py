@@ -40,12 +40,19 @@ REMEDIES: Mapping[PodUse, str] = {
     "kfp": "Kubeflow Pipelines have no field for claims, and no step that releases them: "
     "leave it out",
 }
-"""Use that pods which share devices exclude → the remedy."""
+"""Use that pods which share devices exclude → the remedy.
+
+With the uses that `SharingHook.find_obstacle` decides itself, every `workflow/pod_hook.py: PodUse`
+is here: one that is missing ends in KeyError for each run that shares devices.
+"""
 
 
 class SharingHook(PodHook):
     """Pods that share devices ask for a claim in place of GPUs, and hold a lease while they
     compute.
+
+    Each method is described by its base class, `workflow/pod_hook.py: PodHook`, which says who
+    calls it.
     """
 
     def count_devices(self, cluster: JsonMapping) -> int | None:

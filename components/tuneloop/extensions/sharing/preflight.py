@@ -1,7 +1,10 @@
 """What runs that share devices need on a cluster: its claims and DeviceClass, room on the node, and
 a group that takes the run.
 
-`cluster/preflight.py` calls it by the hook, before anything is created on the cluster.
+`cluster/preflight.py` calls it by the hook (`pod.py: SharingHook.find_cluster_problems`), before
+anything is created on the cluster. Policy and patience are compared with those of the group here;
+its devices are compared only when a claim is reserved (`cluster/reservations.py: _check_devices`).
+Its tests are in `tests/extensions/sharing/test_lease.py`.
 """
 
 from argparse import Namespace

@@ -1,7 +1,10 @@
 """The section `cluster.share`: with whom a run shares devices, and how.
 
 Everything else here reads it; a field that is added is a key of the configuration, and a line of
-docs/sharing.md.
+docs/sharing.md. A field that the step which reserves claims reads belongs in
+`sharing/claim_request.py: ClaimRequest`; one that the lease reads is a flag of `lease_sidecar.py`,
+too. Rendered workflows have the section in an annotation (`claims.py: ANNOTATION`): an older
+release refuses to read it there with a field that it does not know.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ SECTION = "share"
 
 
 class Share(ClaimRequest, frozen=True, extra="forbid"):
-    """Share devices with other runs (docs/sharing.md). What differs between runs of one `group` is
-    refused.
+    """Share devices with other runs (docs/sharing.md). A run whose devices, policy or patience
+    differ from those of its `group` is refused.
     """
 
     policy: Literal["fifo", "lrs"] = Field(

@@ -1,6 +1,9 @@
 """``tuneloop sweep``: a run for each combination of settings, and the runs ranked.
 
-The work is in `runs.py`: `Sweep.plan`, `Sweep.run`, `Sweep.ranking`.
+The work is in `runs.py`: `Sweep.plan`, `Sweep.run`, `Sweep.ranking`. Runs are started by the
+functions of two commands, `cli/execute.py: run_pipeline` and `cli/cluster.py: submit_run`, whose
+other options keep their defaults: a sweep has none of `--fork`, `--priority`, `--no-track` and
+`--ignore-limits`.
 """
 
 from typing import TYPE_CHECKING, Annotated

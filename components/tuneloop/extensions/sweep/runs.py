@@ -39,9 +39,10 @@ POLL_S = 2.0
 """Seconds between two looks at a run that may be stopped early."""
 STOPPED = "stopped"
 """The file below a run's URL that says why it was stopped early. A sweep does not resume a run that
-has this file.
+has this file; `tuneloop resume` does not look at it.
 """
 ENDED = ("succeeded", STOPPED)
+"""The beginnings of the states (`find_state`) of a trial that has ended well."""
 
 
 @dataclass

@@ -14,7 +14,9 @@ trainers.
         prompts=data.outputs["prompts"],
     )
 
-The task's own pod only starts the job, prints its logs, and ends with its exit code.
+The task's own pod only starts the job, prints its logs, and ends with its exit code. Its program is
+`launch.py`, which puts arguments in place of placeholders. No pipeline that ships uses this; users
+call it from theirs (docs/kfp.md, "Several nodes"), and `tests/cluster/test_kfp.py` tests it.
 """
 
 import json
@@ -43,11 +45,12 @@ DESCRIPTIONS = {
         "name of the job: an existing job of this name is followed, or replaced if it has failed"
     )
 }
+"""Parameter of the task → description."""
 
 
 def format_placeholder(name: str) -> str:
     """Format the placeholder in a manifest for a task's parameter, or for an input artifact's
-    reference.
+    reference. `launch.py: main` replaces it.
     """
     return f"@{name}@"
 

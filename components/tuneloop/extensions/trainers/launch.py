@@ -19,14 +19,17 @@ from tuneloop.cluster.launch import main as follow_job
 from tuneloop.kfp.io import Task
 
 READABLE = 30
-"""The characters of the parameter that are part of the job's name.
+"""The number of characters of the parameter ``job_name`` that are part of the job's name.
 
-Pods' names contain it, and have at most 63.
+The names of the job's pods contain the job's name, and have at most 63 characters.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch and follow the job; return its exit code."""
+    """Launch and follow the job; return its exit code.
+
+    `kfp_step.py: launch_step` writes the flags and declares the parameters.
+    """
     parser = argparse.ArgumentParser(
         prog="tuneloop.extensions.trainers.launch", description=__doc__
     )
