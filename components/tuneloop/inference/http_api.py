@@ -7,8 +7,8 @@ It is an interface to other programs, too, such as a fleet's own client: routes 
 added, and none is removed or renamed. `inference/server.py` starts it.
 
 Clients of ours are `inference/engines/_client.py`, `inference/engines/endpoint.py` (only
-``/generate``), `inference/fleet/__init__.py` (``/engine/…``), `cluster/autoscaler.py`
-(``/metrics``) and `inference/conformance.py`. A client may be older or newer than its server:
+``/generate``), `inference/fleet/__init__.py` (``/engine/…``), `extensions/fleets/autoscaler.py`
+(``/metrics``) and `extensions/fleets/conformance.py`. A client may be older or newer than its server:
 `GenerateBody` says what an older server does with a new field of a request, `_describe_completion`
 what an older client does with a new field of an answer. ``docs/weights.md`` lists the routes; the
 tests are `tests/unit/inference/test_client.py`, `tests/unit/inference/test_shared.py` and
@@ -190,7 +190,7 @@ class HttpApi:
     async def metrics(self) -> PlainTextResponse:
         """Answer in Prometheus' format, under the names that vLLM's own server has.
 
-        `cluster/autoscaler.py: REQUESTS` reads them, from servers of any engine.
+        `extensions/fleets/autoscaler.py: REQUESTS` reads them, from servers of any engine.
         """
         running, waiting = self.loop.engine.count_requests()
         return PlainTextResponse(

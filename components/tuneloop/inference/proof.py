@@ -9,7 +9,7 @@
 
 A stage proves before it samples (`inference/generate.py`), and a client again whenever a server was
 lost. The gateway proves its sampler by it (`extensions/gateway/sampler.py`), and
-`stages/evaluate_lm_eval.py` a server by the canary alone. The results stand in the facts ``canary``
+`extensions/evaluation/evaluate_lm_eval.py` a server by the canary alone. The results stand in the facts ``canary``
 and ``proof`` of rollouts and evaluations. The tests are `tests/unit/training/test_checkpoint.py`
 and `tests/local/test_proof.py`.
 """

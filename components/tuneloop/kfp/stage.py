@@ -251,7 +251,7 @@ def build_handle(url: str, manifest: Manifest) -> JsonObject:
     """Build an artifact's handle, which one task passes to the next.
 
     Its keys are the metadata of KFP's artifact, and docs/kfp.md lists them: `register.py`,
-    `launch.py` and `iterations.py` read them by name. A stage's result must have none of these
+    `extensions/trainers/launch.py` and `iterations.py` read them by name. A stage's result must have none of these
     names, nor that of a mark, as it would replace the value.
     """
     handle: JsonObject = {

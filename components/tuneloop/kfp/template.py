@@ -39,7 +39,7 @@ TYPES = {
 """Name of an input, or kind of an output → artifact type; any other is a Dataset.
 
 kfp refuses to connect an output with an input of another type: a stage that takes a checkpoint or
-metrics under a new name needs that name here. `loop.py` and `jobs.py` read it, too.
+metrics under a new name needs that name here. `loop.py` and `extensions/trainers/kfp_step.py` read it, too.
 """
 UI_TYPES: JsonMapping = {output.name: getattr(dsl, output.type) for output in UI_OUTPUTS}
 """Output that the UI shows → artifact type."""

@@ -50,7 +50,7 @@ class Skipped(RuntimeError):
 
 @dataclass
 class Probe:
-    """An endpoint under test, with the options of `tuneloop endpoint check` (`cli/endpoint.py`).
+    """An endpoint under test, with the options of `tuneloop endpoint check` (`extensions/fleets/endpoint_commands.py`).
 
     Attributes:
         url: of the endpoint, without ``/generate``.
@@ -481,7 +481,7 @@ def check_weights(probe: Probe) -> None:
 
 # Its name without ``check_`` and its docstring are a row of the table that
 # `tuneloop endpoint check` prints. ``docs/weights.md`` says how many there are, and
-# `tests/unit/inference/test_conformance.py` plants faults in `tests/unit/inference/peer.py`, for
+# `tests/extensions/fleets/test_conformance.py` plants faults in `tests/unit/inference/peer.py`, for
 # each the check that is to catch it.
 CHECKS: tuple[Callable[[Probe], None], ...] = (
     check_form,

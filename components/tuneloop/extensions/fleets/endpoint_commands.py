@@ -1,6 +1,6 @@
 """``tuneloop endpoint``: rollout endpoints that tuneloop does not serve itself.
 
-The tests of the protocol are `inference/conformance.py: run_checks`; docs/weights.md describes it.
+The tests of the protocol are `extensions/fleets/conformance.py: run_checks`; docs/weights.md describes it.
 """
 
 import socket

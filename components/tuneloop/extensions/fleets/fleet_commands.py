@@ -2,7 +2,7 @@
 fetch it from the store themselves), and the graphs of workers of Dynamo's operator.
 
 The kinds of fleets are in `inference/fleet/`, one file each, and graphs in
-`inference/fleet/graph.py`. `autoscale` knows only `service://` (`cluster/autoscaler.py`).
+`inference/fleet/graph.py`. `autoscale` knows only `service://` (`extensions/fleets/autoscaler.py`).
 """
 
 import functools

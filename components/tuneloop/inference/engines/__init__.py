@@ -36,7 +36,7 @@ class Sampling:
     It is sent to servers (`inference/http_api.py: GenerateBody`), and one that does not know a
     field ignores it without a word. Each engine has to heed it: `submit` of
     `inference/engines/vllm.py`, `_generate_batch` of `inference/engines/transformers.py`.
-    `inference/conformance.py: SAMPLING` and the fact ``sampling`` (`inference/generate.py`) list
+    `extensions/fleets/conformance.py: SAMPLING` and the fact ``sampling`` (`inference/generate.py`) list
     the fields, too.
 
     Attributes:

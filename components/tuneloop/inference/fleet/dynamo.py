@@ -16,7 +16,7 @@ from tuneloop.inference.fleet import ROUTES, Fleet, Worker, parse_service_url
 
 FRONTEND_PORT = 8000
 """The port of the frontend's Service, where the URL has none; `inference/fleet/graph.py` and
-`cli/fleet.py` probe it.
+`extensions/fleets/fleet_commands.py` probe it.
 """
 RL_PORT = 8001
 """The port of the list of workers, which the graph's manifest sets as ``DYN_RL_PORT``."""

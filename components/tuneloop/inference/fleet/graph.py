@@ -8,7 +8,7 @@ run gets the run's workflow as owner once that exists, and is deleted with it or
 (`tuneloop.cluster.reservations`). The service accounts of a manifest stay, and none is ever set.
 
 Its callers are a submission whose run has a graph of its own (`cluster/submission.py`), the step
-that deletes it (`cluster/reservations.py`), and `tuneloop fleet` (`cli/fleet.py`). To a run the
+that deletes it (`cluster/reservations.py`), and `tuneloop fleet` (`extensions/fleets/fleet_commands.py`). To a run the
 workers of a graph are a fleet of `inference/fleet/dynamo.py`. The rights of people and of the step
 are in ``manifests/admin/namespace/rights.yaml``: a call of another kind needs one there. The tests
 are `tests/unit/inference/test_graph.py`.

@@ -19,7 +19,7 @@ SLICES = ("discovery.k8s.io", "v1", "endpointslices")
 class Service:
     """A fleet that is listed by the Kubernetes API.
 
-    `cluster/autoscaler.py` uses it, too.
+    `extensions/fleets/autoscaler.py` uses it, too.
 
     Attributes:
         port: of the pods; None: their only one.
