@@ -2,7 +2,13 @@
 
 JSON, JSON Lines, CSV, Parquet and Arrow, compressed or not, here or at a URL of the store. Rows are
 unpacked as they are asked for: a file may be larger than the machine's memory. What their columns
-mean follows from the layout, which is recognised (`tuneloop.data.layouts`), or from ``columns``."""
+mean follows from the layout, which is recognised (`tuneloop.data.layouts`), or from ``columns``.
+
+An argument of `load_splits` that names a further file or split belongs into `list_sources`, too.
+Else `digest_source` does not notice that the file has changed, and neither `check_data_files` nor
+`check_pod_paths` of `planning/limits.py` looks for it.
+`tests/unit/stages/test_data_prep.py` has a case for each.
+"""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -22,11 +28,15 @@ from tuneloop.data.layouts import list_layouts
 from tuneloop.data.readers.opening import digest_files, is_on_hub, list_all_files
 
 SPLITS_OF_TABLES = ("eval", "sft", "preference")
-"""Splits that may have a table of their own."""
+"""Splits that may have a table of their own. For each, `load_splits` has two arguments of these names
+(``eval``, ``eval_split``) and an entry in its `choices`."""
 
 
 class Part(Settings):
-    """One source of a mixture. `weight`: its share of the rows, beside those of the others."""
+    """One source of a mixture. `weight`: its share of the rows, beside those of the others.
+
+    A field that is added is read by `_load_mixture`, which hands each to its `Opener`.
+    """
 
     source: str
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -64,13 +74,17 @@ def load_splits(
     Args:
         n: how many rows the caller takes at most. Not used here: rows are read as they are taken.
         seed: of the order of rows.
+        path: required without a mixture; an address or several.
         split: of a data set on the hub, or of a folder whose files are named after theirs.
         name: the configuration of a data set on the hub, as ``datasets.load_dataset`` calls it.
         revision: branch, tag or commit on the hub.
         streaming: do not keep the data set of the hub here; files here never are kept again.
         eval, sft, preference: other places, of held-out prompts, of demonstrations, of pairs.
         eval_split, sft_split, preference_split: other splits of the same place.
-        answers: a file with more columns of the same rows, found by their ``id`` (BFCL).
+        answers: a file with more columns of the same rows, found by their ``id`` (BFCL). Ignored
+            unless the layout has a `companion`.
+        mixture: several sources in place of `path`. All arguments but `seed` and `shuffle` are
+            ignored then.
     """
     if mixture:
         return _load_mixture(seed, mixture, shuffle)
@@ -154,7 +168,8 @@ class TableSource:
     """Where a table is read from.
 
     Attributes:
-        setting: of the stage `data_prep`, that names the address or its split.
+        setting: the parameter of the stage `data_prep` that names the address or its split, for
+            messages; `planning/limits.py: list_data_sources` compares it with ``source_args.path``.
         split: of a data set on the hub, or of a folder.
     """
 
