@@ -158,8 +158,8 @@ def digest_files(sources: Sequence[tuple[str, str]]) -> str | None:
     """Digest the bytes of all files of addresses, each with the split that is read of it. None: a
     file cannot be read.
 
-    Of a data set on the hub only the name is digested: new rows there are not noticed unless the user
-    has named a revision.
+    Of a data set on the hub only the name is digested: that its rows have changed is not noticed. A
+    revision pins them.
     """
     state = xxhash.xxh3_128()
     for address, split in sources:
