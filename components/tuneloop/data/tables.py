@@ -81,7 +81,7 @@ DEFAULT_REWARDS: Mapping[str, float] = {"exact": 1.0}
 identity, so that prompts without answers are refused only where nobody asked for these rewards."""
 ALWAYS_WRITTEN = ("eval", "sft", "train")
 """Splits that have a file even if they have no rows: `stages/data_prep.py` returns the numbers of their
-rows as its results, which the KFP component and graphs declare."""
+rows as its results."""
 
 
 class RowBuilder:

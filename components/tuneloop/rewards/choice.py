@@ -16,7 +16,7 @@ from tuneloop.rewards.answers.notation import normalize_notation
 from tuneloop.rewards.outcomes import Unverifiable
 
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-"""LaTeX's plain text in a formula, of which the text is compared."""
+"""LaTeX's plain text in a formula, whose content is compared."""
 LETTER = re.compile(
     r"(?:(?:option|choice|answer)\s*)?\(?([A-Z])(\)?[.:]?)(?![\w'’])\s*(.*)", re.DOTALL
 )

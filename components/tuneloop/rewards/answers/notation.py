@@ -1,12 +1,15 @@
 """Bring the writing of an answer in LaTeX, or in plain text, to one form; its meaning stays.
 
 Both sides of every comparison go through it, so that it may only make equal what means the same.
+Readers of its result know no other spelling: the patterns of `rewards/answers/forms.py` expect
+``\\text{…}``, ``\\frac{…}{…}``, ``\\le`` and ``\\ge``, and `rewards/choice.py` reads plain text by it.
 """
 
 import re
 
 LONGEST = 5000
-"""Characters of the longest text whose notation is changed; no answer is longer."""
+"""Characters of the longest text whose notation is changed. `forms.py` reads no answer of more than 1000
+characters, but the text of a whole completion may come here, too."""
 SIGNS = {
     "−": "-",
     "–": "-",
@@ -29,6 +32,7 @@ SIGNS = {
     "\u2009": " ",
     "\u202f": " ",
 }
+"""Sign of Unicode → how LaTeX or ASCII writes it."""
 SIGN_TABLE = str.maketrans(SIGNS)
 SPELLINGS = [
     (re.compile(pattern), replacement)
