@@ -43,7 +43,8 @@ NOT_VARIANTS = (
     "splitting",
     "tables",
 )
-"""Modules of this package that are no sources; `core/plugins.py: list_shipped_variants` reads it."""
+"""Modules of this package that are no sources; `core/plugins.py: list_shipped_variants` reads
+it."""
 
 Prompt = str | list[Message]
 """Text, or chat messages (``role``, ``content``)."""
@@ -52,8 +53,8 @@ Prompt = str | list[Message]
 class BadValue(ValueError):
     """Raised for a row that cannot be used as it is; the text says why, without the row's name.
 
-    `data/layout_tables.py`, the readers and `Router.route` turn it into a `BadRow`. A source must not
-    raise it from its stream, where nobody catches it: it yields a `BadRow`.
+    `data/layout_tables.py`, the readers and `Router.route` turn it into a `BadRow`. A source must
+    not raise it from its stream, where nobody catches it: it yields a `BadRow`.
     """
 
 
@@ -70,8 +71,8 @@ class Example:
     """One prompt and what is known of its answer.
 
     A field that is added reaches no stage by itself: what is written is a column of
-    `data/tables.py: SCHEMAS`, filled by `RowBuilder.build`. `data/splitting.py: check_row` checks the
-    texts, and `Router._is_new` says which fields make two rows different.
+    `data/tables.py: SCHEMAS`, filled by `RowBuilder.build`. `data/splitting.py: check_row` checks
+    the texts, and `Router._is_new` says which fields make two rows different.
 
     Attributes:
         prompt: messages that end with the assistant's are a whole conversation: SFT learns every
@@ -82,12 +83,14 @@ class Example:
             solution.
         rejected: the worse completion of a pair.
         metadata: JSON, for the rewards: settings of a reward under its name (``code``), what a row
-            has to be judged by under a key that the reward's module states (``tests``, ``choices``).
-            The key ``environment`` is the rollout's (`formats/rollouts.py: build_reward_inputs`).
+            has to be judged by under a key that the reward's module states (``tests``,
+            ``choices``). The key ``environment`` is the rollout's
+            (`formats/rollouts.py: build_reward_inputs`).
         tools: JSON schemas of the functions that the prompt offers, in OpenAI's form.
         conversation: a whole conversation for SFT, where `prompt` is a prompt with an answer.
         row: the name of the row in the user's file: ``FILE:LINE`` or ``FILE row N``.
-        rewards: reward → weight, where the user names none; None: `data/tables.py: DEFAULT_REWARDS`.
+        rewards: reward → weight, where the user names none; None:
+            `data/tables.py: DEFAULT_REWARDS`.
         is_plain: whether a prompt that is text stays text, also where plain prompts become chats.
         key: what decides whether two rows have the same prompt, where it is not the prompt.
         nulls: how many null fields of nested columns were left out of the row.
@@ -146,8 +149,8 @@ class Splits:
         separate: the splits that have a table of their own, and take all of it by default.
         unread: columns of `train` that nothing is read from; listed by the message of
             `data/preparation.py: check_rewards`.
-        lines: what a source has to say of its files, a sentence each; for the log and for the message
-            of `data/requirements.py: check_required`.
+        lines: what a source has to say of its files, a sentence each; for the log and for the
+            message of `data/requirements.py: check_required`.
         facts: entries for the manifest's facts; `runs/prepared_data.py` reads ``recognised``.
     """
 

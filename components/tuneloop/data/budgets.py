@@ -16,7 +16,8 @@ from tuneloop.formats.rows import split_numbers
 
 Policy = Literal["drop", "refuse"]
 """What becomes of rows that are wrong. ``drop``: they are left out, up to a share of the rows.
-``refuse``: a single one refuses the data. It is the type of two options of `stages/data_prep.py`."""
+``refuse``: a single one refuses the data. It is the type of two options of
+`stages/data_prep.py`."""
 SHOWN = 10
 """Rows that are kept with their reasons for the manifest, and that an error lists. So many bad rows
 also start the early check (`Budget.check_early`)."""
@@ -39,8 +40,8 @@ class Budget:
     reasons, in the order of files and rows.
 
     Attributes:
-        setting: what decides about them, such as ``data.bad_rows``; without ``data.`` it is the key of
-            ``facts.dropped``.
+        setting: what decides about them, such as ``data.bad_rows``; without ``data.`` it is the key
+            of ``facts.dropped``.
         problem: what is wrong with them, as the end of a sentence: ``cannot be used``.
         noun: what is counted: ``rows``.
         share: the largest share that may be left out, from 0 to 1 (``data.drop_at_most``).
@@ -96,7 +97,8 @@ class Budget:
         """Check the budget before all rows are read, once `SHOWN` rows are left out.
 
         Args:
-            total: rows of the source; None: unknown, so that only the policy ``refuse`` can fail early.
+            total: rows of the source; None: unknown, so that only the policy ``refuse`` can fail
+                early.
 
         Raises:
             UserError: as `check`.

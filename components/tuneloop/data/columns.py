@@ -48,9 +48,9 @@ class Columns(Settings):
     """Which columns hold what. A name may be a path into a column: ``reward_model.ground_truth``;
     where a column holds JSON text, the path goes on in it.
 
-    A field that is added takes effect in `apply` alone. If it is no path, as `answer_regex`, it has to
-    be excluded in `list_paths`, which says which columns must exist and which count as read. The roles
-    are listed in docs/data.md and in the description of ``columns`` of `stages/data_prep.py`.
+    A field that is added takes effect in `apply` alone. If it is no path, as `answer_regex`, it has
+    to be excluded in `list_paths`, which says which columns must exist and which count as read. The
+    roles are listed in docs/data.md and in the description of ``columns`` of `stages/data_prep.py`.
 
     Attributes:
         prompt: text or messages; whole conversations, too.
@@ -129,8 +129,8 @@ class Columns(Settings):
     def apply(self, example: Example, values: JsonMapping) -> Example:
         """Return `example` with what these columns say of a row.
 
-        The order of the steps counts: `system` needs the prompt, and `completion` is a solution only if
-        there is an answer by then.
+        The order of the steps counts: `system` needs the prompt, and `completion` is a solution only
+        if there is an answer by then.
 
         Args:
             example: what the layout has read; empty (``Example("", None)``) without a layout.

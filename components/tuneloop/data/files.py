@@ -28,8 +28,8 @@ from tuneloop.data.layouts import list_layouts
 from tuneloop.data.readers.opening import digest_files, is_on_hub, list_all_files
 
 SPLITS_OF_TABLES = ("eval", "sft", "preference")
-"""Splits that may have a table of their own. For each, `load_splits` has two arguments of these names
-(``eval``, ``eval_split``) and an entry in its `choices`."""
+"""Splits that may have a table of their own. For each, `load_splits` has two arguments of these
+names (``eval``, ``eval_split``) and an entry in its `choices`."""
 
 
 class Part(Settings):

@@ -1,7 +1,8 @@
 """Small functions to write, described in words: ``x times 3 minus 7`` is ``f(x) = x * 3 - 7``.
 
-The reward ``code`` tests the programs that a policy writes for them: the metadata ``tests`` is in the
-form that `rewards/programs/tests.py` reads. `tests/unit/rewards/test_code.py` proves the source.
+The reward ``code`` tests the programs that a policy writes for them: the metadata ``tests`` is in
+the form that `rewards/programs/tests.py` reads. `tests/unit/rewards/test_code.py` proves the
+source.
 """
 
 import random

@@ -124,8 +124,8 @@ class Tables:
     def read_examples(self, seed: int | None) -> ExampleStream:
         """Yield an example, or what is wrong, for each row, in an order that `seed` decides.
 
-        If one table has the layout ``unpaired-preference``, named here, its completions that are good or
-        bad (KTO) become pairs, and the examples of all tables go through `_pair_up`.
+        If one table has the layout ``unpaired-preference``, named here, its completions that are
+        good or bad (KTO) become pairs, and the examples of all tables go through `_pair_up`.
         """
         examples = self._read_rows(seed)
         names = [table.layout.name for table in self.tables if table.layout is not None]
@@ -152,8 +152,8 @@ class Opener:
         name: the configuration of a data set on the hub.
         revision: branch, tag or commit on the hub.
         layout: the name of the layout of all files; None: each is recognised.
-        answers: a file with more columns of the same rows; None: the one that the layout's `companion`
-            names. Read only for a layout with a `companion`.
+        answers: a file with more columns of the same rows; None: the one that the layout's
+            `companion` names. Read only for a layout with a `companion`.
     """
 
     name: str | None
@@ -278,7 +278,8 @@ class Opener:
 
 
 def find_companion(files: Sequence[str], pattern: str) -> str | None:
-    """Find the file with more columns that lies beside `files`; None unless `files` is a single one.
+    """Find the file with more columns that lies beside `files`; None unless `files` is a single
+    one.
 
     `data/files.py: digest_source` asks it for every layout's pattern, so that the file is digested.
 

@@ -5,9 +5,10 @@ ShareGPT, content as a list of parts, ``content: null``, arguments as JSON text,
 wrapper. What cannot be settled without changing what a row means is a `BadValue`.
 
 Layouts and columns call it for each row. What it lets pass, `formats/chat_forms.py` can put to a
-template. The keys of a message that it does not know stay as they are, such as ``reasoning_content``
-(`formats/chat_forms.py: REASONING_KEYS`) and ``tool_call_id``; `formats/conversations.py` reads
-``weight``. `training/fetch.py` refuses any key besides role and content.
+template. The keys of a message that it does not know stay as they are, such as
+``reasoning_content`` (`formats/chat_forms.py: REASONING_KEYS`) and ``tool_call_id``;
+`formats/conversations.py` reads ``weight``. `training/fetch.py` refuses any key besides role and
+content.
 """
 
 import re
@@ -51,8 +52,8 @@ EXPECTED_ROLES = "system, user, assistant or tool (or one of ShareGPT's)"
 CALLING_ROLES = ("function_call", "function-call", "tool_call")
 """Roles of ShareGPT whose content is the call itself, as JSON."""
 JSON_BEGINNINGS = ("[", "{", '"')
-"""How the JSON of a list, an object or a text begins. Text that begins otherwise was not meant as JSON,
-and the error says that a list is expected, not that the JSON is damaged."""
+"""How the JSON of a list, an object or a text begins. Text that begins otherwise was not meant as
+JSON, and the error says that a list is expected, not that the JSON is damaged."""
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 """The beginning of a turn in a transcript of Anthropic's HH."""
 
@@ -83,7 +84,8 @@ def parse_messages(value: Any, column: str = "messages") -> list[Message]:
 def parse_turns(value: Any, column: str) -> list[Message]:
     """Make OpenAI's messages of turns that may stand anywhere in a chat, such as a completion.
 
-    It takes what `parse_messages` takes, but the turns need not begin as a chat does. Raises BadValue.
+    It takes what `parse_messages` takes, but the turns need not begin as a chat does. Raises
+    BadValue.
     """
     is_json_text = isinstance(value, str) and value.lstrip().startswith(JSON_BEGINNINGS)
     if is_json_text:

@@ -1,7 +1,7 @@
 """What the stage `data_prep` counts of the rows that it reads, refuses of them, and reports.
 
-The stage calls the checks after all rows are written, in the order that its function has: an earlier
-check explains what would fail a later one. A check that is added is called by
+The stage calls the checks after all rows are written, in the order that its function has: an
+earlier check explains what would fail a later one. A check that is added is called by
 `stages/data_prep.py: data_prep`. `Tally` counts while rows are written.
 """
 
@@ -55,8 +55,9 @@ def check_sizes(splits: Splits, sizes: Mapping[Split, Size], counts: Counts, sou
 def check_rewards(
     splits: Splits, sizes: Mapping[Split, Size], counts: Counts, builder: RowBuilder
 ) -> None:
-    """Check that the default reward can score at least one prompt. Raises UserError: it can score none,
-    and prompts are what the source is for. `RowBuilder.hopeless` counts those it cannot score."""
+    """Check that the default reward can score at least one prompt. Raises UserError: it can score
+    none, and prompts are what the source is for. `RowBuilder.hopeless` counts those it cannot
+    score."""
     if not builder.prompts or builder.hopeless < builder.prompts:
         return
     # Beside demonstrations or pairs of the same rows, a few prompts are a by-product.
@@ -143,8 +144,8 @@ class Tally:
         self.wrong.check(proved)
 
     def add(self, table: pa.Table) -> pa.Table:
-        """Count the rows of a table that `data/tables.py: examine_answers` has returned; return those
-        whose gold answer is right, or is not checked."""
+        """Count the rows of a table that `data/tables.py: examine_answers` has returned; return
+        those whose gold answer is right, or is not checked."""
         self.examined += table.num_rows
         self.hosts.update(table["host"].to_pylist())
         self.unchecked += table["judges"].null_count

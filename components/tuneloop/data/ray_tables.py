@@ -18,7 +18,8 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.data.tables import ROWS, Examine
 
 WINDOW = 64
-"""Tables of `data/tables.py: ROWS` rows in one Ray Data job; so many are in this process's memory."""
+"""Tables of `data/tables.py: ROWS` rows in one Ray Data job; so many are in this process's
+memory."""
 
 MapTables = Callable[[Iterable[pa.Table], Examine], Iterator[pa.Table]]
 """Yields what a function makes of each table, in their order."""

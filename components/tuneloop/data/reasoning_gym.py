@@ -23,8 +23,8 @@ def load_splits(n: int, seed: int, *, task: str, config: JsonObject | None = Non
         config: the task's own settings.
 
     Raises:
-        UserError: no such task, or settings that it refuses; while rows are read, a task without gold
-            answers.
+        UserError: no such task, or settings that it refuses; while rows are read, a task without
+            gold answers.
     """
     config = config or {}
     if task not in DATASETS:

@@ -21,8 +21,8 @@ class Requirement:
     Attributes:
         rows: what they are, in the plural.
         columns: how a user names the columns that make a row one of them.
-        command: what a user can run with rows of this form alone. `tests/unit/data/test_requirements.py`
-            gives each pipeline rows of every form.
+        command: what a user can run with rows of this form alone.
+            `tests/unit/data/test_requirements.py` gives each pipeline rows of every form.
     """
 
     rows: str

@@ -31,8 +31,8 @@ MADE_TO_ORDER: dict[Split, int] = {
 """Split → its rows by default, of a source that makes as many as are asked for. Pairs are 0, which
 `pipelines/dpo.py: DEMO_SIZES` replaces for digits."""
 MOST_HELD_OUT = 256
-"""The most rows of a file that are held out: the mean of 256 right or wrong answers has a standard error
-of about 3 %."""
+"""The most rows of a file that are held out: the mean of 256 right or wrong answers has a standard
+error of about 3 %."""
 HELD_OUT_SHARE = 0.05
 """The share of a file's rows that is held out, up to `MOST_HELD_OUT` rows."""
 FEWEST_ROWS = 20
@@ -43,8 +43,8 @@ ROW_NOUNS: dict[Split, str] = {
     "sft": "demonstration",
     "preference": "pair",
 }
-"""Split → what one of its rows is called, in the order in which `describe_rows` lists them. Held-out
-splits have the noun of theirs in `HELD_OUT`."""
+"""Split → what one of its rows is called, in the order in which `describe_rows` lists them.
+Held-out splits have the noun of theirs in `HELD_OUT`."""
 
 WantedRows = Mapping[Split, int | None]
 """Split → rows that the user asked for; None: by default."""
@@ -56,8 +56,9 @@ class Size:
 
     Attributes:
         number: of rows; None: all that remain.
-        is_exact: whether fewer rows are an error of `data/preparation.py: check_sizes`, since somebody
-            set the number. A held-out split that is not exact also takes further rows of its prompts.
+        is_exact: whether fewer rows are an error of `data/preparation.py: check_sizes`, since
+            somebody set the number. A held-out split that is not exact also takes further rows of
+            its prompts.
     """
 
     number: int | None
@@ -91,8 +92,8 @@ def choose_sizes(
 
 
 def count_wanted(requested: WantedRows) -> int:
-    """Count the rows of all splits of a source that makes as many as are asked for: the argument `n` of
-    its ``load_splits``. Files take no notice of it."""
+    """Count the rows of all splits of a source that makes as many as are asked for: the argument
+    `n` of its ``load_splits``. Files take no notice of it."""
     return sum(
         MADE_TO_ORDER[split] if number is None else number for split, number in requested.items()
     )

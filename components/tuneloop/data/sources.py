@@ -1,9 +1,9 @@
 """Sources by name: which one a setting means, its arguments checked, its rows loaded.
 
-`stages/data_prep.py` validates its options by the functions ``check_…`` when a run is configured, and
-loads rows by `load_source` in its pod. `planning/limits.py: list_data_sources` follows the rule of
-`find_source_of` by code of its own: a change of what ``data.source`` may mean is made in both, and in
-`check_source` and `check_arguments`.
+`stages/data_prep.py` validates its options by the functions ``check_…`` when a run is configured,
+and loads rows by `load_source` in its pod. `planning/limits.py: list_data_sources` follows the rule
+of `find_source_of` by code of its own: a change of what ``data.source`` may mean is made in both,
+and in `check_source` and `check_arguments`.
 """
 
 import functools
@@ -41,7 +41,8 @@ def find_source_of(params: Any) -> tuple[str, JsonObject]:
     """Return the source that the parameters of `data_prep` name, and its arguments: a path stands
     for `FILES`. Raises UserError: a setting of files beside another source.
 
-    An option of `stages/data_prep.py` that is an argument of `data/files.py` reaches it by this table.
+    An option of `stages/data_prep.py` that is an argument of `data/files.py` reaches it by this
+    table.
     """
     settings = {"layout": params.layout, "columns": params.columns, "mixture": params.mixture}
     file_settings = {name: value for name, value in settings.items() if value}
@@ -61,8 +62,8 @@ def find_source_of(params: Any) -> tuple[str, JsonObject]:
 
 def digest_source_of(params: Any) -> dict[str, str]:
     """Return the digest of the files that a source reads, as an entry of the artifact's identity:
-    with other bytes the stage does not take what is committed for its own. Empty if it reads none, or
-    if a dotted path names the source: only a module has a ``digest_source``."""
+    with other bytes the stage does not take what is committed for its own. Empty if it reads none,
+    or if a dotted path names the source: only a module has a ``digest_source``."""
     try:
         source, arguments = find_source_of(params)
         module = plugins.load_variant("data", source)

@@ -23,10 +23,11 @@ from tuneloop.data.readers.strict_json import check_encodable
 from tuneloop.data.sizes import HELD_OUT, SPLITS, Size, Split
 
 PROMPT_SPLITS = ("train", "eval")
-"""Splits with prompts for RL and its evaluation; `data/tables.py` counts these to find data that the
-default reward cannot score."""
+"""Splits with prompts for RL and its evaluation; `data/tables.py` counts these to find data that
+the default reward cannot score."""
 DEMONSTRATION_SPLITS = ("sft", "sft_eval")
-"""Splits with demonstrations. `Router._is_new` takes any split that is in neither list for pairs."""
+"""Splits with demonstrations. `Router._is_new` takes any split that is in neither list for
+pairs."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Router:
     """Reads the streams of a source, and says of each row which splits it belongs to.
 
     `_list_fitting` decides by the form of a row, `_choose` by its prompt and by the room in splits,
-    `_is_new` by what the splits have already. `stages/data_prep.py` reads `counts`, `sizes` and `total`.
+    `_is_new` by what the splits have already. `stages/data_prep.py` reads `counts`, `sizes` and
+    `total`.
     """
 
     def __init__(
@@ -207,8 +209,8 @@ class Router:
         )
 
     def _list_fitting(self, example: Example) -> list[Split]:
-        """List the splits that take an example of this form. A split that is added is listed here, or it
-        never gets a row."""
+        """List the splits that take an example of this form. A split that is added is listed here,
+        or it never gets a row."""
         is_whole = example.is_conversation
         is_pair = example.rejected is not None
         demonstrations = (example.conversation, example.demonstration, example.solution)
@@ -268,8 +270,8 @@ class Router:
     def _is_new(self, split: Split, example: Example, prompt: str, tools: str | None) -> bool:
         """Return whether a split has no row yet that is equal in all that it keeps of this one.
 
-        Metadata and rewards are not compared: rows that differ in these alone count as repeated. A column
-        of `data/tables.py: SCHEMAS` by which rows of a split differ has to be hashed here.
+        Metadata and rewards are not compared: rows that differ in these alone count as repeated. A
+        column of `data/tables.py: SCHEMAS` by which rows of a split differ has to be hashed here.
         """
         completion = example.completion or ""
         if split in PROMPT_SPLITS:
@@ -332,8 +334,8 @@ def _open_streams(splits: Splits) -> dict[Split, ExampleStream]:
 
 
 def _get_key(example: Example, prompt: str, is_chat: bool) -> str:
-    """Return the text by which rows have the same prompt. Of a whole conversation that is all before its
-    last message. A chat of a single message has the key of the bare text."""
+    """Return the text by which rows have the same prompt. Of a whole conversation that is all
+    before its last message. A chat of a single message has the key of the bare text."""
     if example.key is not None:
         return example.key
     if not is_chat:

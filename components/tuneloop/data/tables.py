@@ -3,11 +3,12 @@
 Between `RowBuilder` and `SplitWriter` a row is a row of `SCHEMA`. The files that are written have
 the columns of `SCHEMAS`, which every later stage reads.
 
-A column that is added to the files is written by `RowBuilder.build` under a name of `TEXTS`. Readers
-name their columns: `inference/generate.py: COLUMNS` for prompts, `training/corpora.py: tokenize_split`
-for the others. Earlier artifacts lack it, so it belongs into `formats/rows.py: OPTIONAL_COLUMNS`; what
-rewards need of it goes into rollouts by `formats/rollouts.py: make_rows`.
-`tests/unit/stages/test_data_prep.py` and `test_data_splits.py` test this file.
+A column that is added to the files is written by `RowBuilder.build` under a name of `TEXTS`.
+Readers name their columns: `inference/generate.py: COLUMNS` for prompts,
+`training/corpora.py: tokenize_split` for the others. Earlier artifacts lack it, so it belongs into
+`formats/rows.py: OPTIONAL_COLUMNS`; what rewards need of it goes into rollouts by
+`formats/rollouts.py: make_rows`. `tests/unit/stages/test_data_prep.py` and `test_data_splits.py`
+test this file.
 """
 
 import functools
@@ -34,13 +35,14 @@ from tuneloop.rewards.scoring import find_reward, parse_spec
 Examine = Callable[..., pa.Table]
 """Adds to a table of `SCHEMA` the columns that `examine_answers` adds."""
 Preparation = Literal["here", "ray"]
-"""Where tables are examined: an option of `stages/data_prep.py`; ``ray`` is `data/ray_tables.py`."""
+"""Where tables are examined: an option of `stages/data_prep.py`; ``ray`` is
+`data/ray_tables.py`."""
 ROWS = 1024
 """Rows in a table, which is a row group of Parquet: this many are in memory at once. Another number
 gives other bytes, and so other digests of artifacts."""
 SAMPLED = 32
-"""How many gold answers of a data set are judged by a reward whose calls cost (``COSTLY``). docs/data.md
-states the number."""
+"""How many gold answers of a data set are judged by a reward whose calls cost (``COSTLY``).
+docs/data.md states the number."""
 TEXTS = (
     "row",
     "name",
@@ -80,8 +82,8 @@ DEFAULT_REWARDS: Mapping[str, float] = {"exact": 1.0}
 """What judges rows where neither the user nor the source says it. `RowBuilder.build` compares by
 identity, so that prompts without answers are refused only where nobody asked for these rewards."""
 ALWAYS_WRITTEN = ("eval", "sft", "train")
-"""Splits that have a file even if they have no rows: `stages/data_prep.py` returns the numbers of their
-rows as its results."""
+"""Splits that have a file even if they have no rows: `stages/data_prep.py` returns the numbers of
+their rows as its results."""
 
 
 class RowBuilder:
@@ -89,11 +91,12 @@ class RowBuilder:
 
     Attributes:
         rewards: what the user wants all rows to be judged by; None: what fits a row by its source.
-        reward_args: metadata that all rows get. A key replaces the row's own value, and is not merged
-            with it.
+        reward_args: metadata that all rows get. A key replaces the row's own value, and is not
+            merged with it.
         specs: how many rows each spec of rewards judges.
         prompts: rows that are prompts for RL or its evaluation.
-        hopeless: those of them without an answer, where the default reward needs one to compare with.
+        hopeless: those of them without an answer, where the default reward needs one to compare
+            with.
     """
 
     def __init__(self, rewards: Mapping[str, float] | None, reward_args: JsonMapping) -> None:
@@ -106,7 +109,8 @@ class RowBuilder:
         self._sampled: Counter[str] = Counter()
 
     def build(self, routed: RoutedRow) -> JsonObject:
-        """Build the row of an example, with a value for each column of `SCHEMA`; a missing one is null."""
+        """Build the row of an example, with a value for each column of `SCHEMA`; a missing one is
+        null."""
         example = routed.example
         rewards = self.rewards or example.rewards or DEFAULT_REWARDS
         spec = json.dumps(dict(rewards), sort_keys=True)
@@ -155,8 +159,8 @@ class RowBuilder:
 
 @functools.cache
 def is_costly(name: str) -> bool:
-    """Return whether calls of a reward cost: its module says ``COSTLY = True``. No reward that ships
-    does; docs/extending.md tells authors of theirs."""
+    """Return whether calls of a reward cost: its module says ``COSTLY = True``. No reward that
+    ships does; docs/extending.md tells authors of theirs."""
     plugin = plugins.load_variant("rewards", name)
     # A reward may be a module, or a function of one.
     module = sys.modules.get(getattr(plugin, "__module__", ""))
@@ -230,7 +234,8 @@ class SplitWriter:
             self._pending_rows -= ROWS
 
     def close(self) -> None:
-        """Write what is pending. A split without rows has a file only if it is in `ALWAYS_WRITTEN`."""
+        """Write what is pending. A split without rows has a file only if it is in
+        `ALWAYS_WRITTEN`."""
         if self._pending_rows:
             self._write(pa.concat_tables(self._pending))
         if self._file is None and self.split in ALWAYS_WRITTEN:

@@ -1,8 +1,8 @@
 """The environment's own reward of the episode, from 0 to 1.
 
-The rollout wrote it to ``metadata["environment"]["reward"]``: `inference/multi_turn.py: _LiveEpisode`
-states it, and `formats/rollouts.py: build_reward_inputs` puts it there. The key ``escape`` beside it is
-read by `rewards/judging.py` for every reward.
+The rollout wrote it to ``metadata["environment"]["reward"]``:
+`inference/multi_turn.py: _LiveEpisode` states it, and `formats/rollouts.py: build_reward_inputs`
+puts it there. The key ``escape`` beside it is read by `rewards/judging.py` for every reward.
 """
 
 from tuneloop.core.json_types import JsonObject

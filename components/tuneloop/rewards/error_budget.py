@@ -1,9 +1,9 @@
 """How many completions may go without a score, and what error is raised if more do.
 
 The stages `reward` and `evaluate` check it after scoring (`rewards/stage_scoring.py`). A Retryable
-lets the workflow engine start the stage again, which keeps the scores that it has. A kind of outcome
-that is added gets its remedy in `_find_remedy`, or else the one for wrong data. Tests are in
-`tests/unit/rewards/test_judges.py` and `tests/unit/stages/test_reward.py`.
+lets the workflow engine start the stage again, which keeps the scores that it has. A kind of
+outcome that is added gets its remedy in `_find_remedy`, or else the one for wrong data. Tests are
+in `tests/unit/rewards/test_judges.py` and `tests/unit/stages/test_reward.py`.
 """
 
 from collections import Counter
@@ -13,8 +13,8 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.wording import format_count
 from tuneloop.rewards.outcomes import GARBAGE, OUT_OF_RANGE, Kind, Outcome, may_pass
 
-# Mark in the reason of a failure → what helps. A reason is any text of a reward, so that a mark has to
-# occur in no other reason.
+# Mark in the reason of a failure → what helps. A reason is any text of a reward, so that a mark has
+# to occur in no other reason.
 REMEDIES = {
     OUT_OF_RANGE: (
         "let its module say RANGE = (LOW, HIGH), the interval that its scores are in "
@@ -31,8 +31,9 @@ def check_error_budget(stage: str, outcomes: Sequence[Outcome], budget: float) -
     """Check that the completions without a score are within the budget, and that at least one has a
     score.
 
-    A failure lasts if judging again would give it again (`rewards/outcomes.py: may_pass` says no): a
-    reward raised an error or returned a bad value, or the outcome is ``unverifiable`` or ``escape``.
+    A failure lasts if judging again would give it again (`rewards/outcomes.py: may_pass` says no):
+    a reward raised an error or returned a bad value, or the outcome is ``unverifiable`` or
+    ``escape``.
 
     Args:
         stage: name of the stage whose setting ``error_budget`` is `budget`.

@@ -31,7 +31,8 @@ Pause = Callable[[Call, Outage, float], None]
 
 
 class _Away(Exception):
-    """A call got no answer of its judge, and is to be made again (`rewards/outages.py: find_outage`)."""
+    """A call got no answer of its judge, and is to be made again
+    (`rewards/outages.py: find_outage`)."""
 
     def __init__(self, outage: Outage) -> None:
         self.outage = outage
@@ -50,8 +51,8 @@ class PatientJudge:
         self._failing: set[str] = set()
 
     def judge(self, call: Call) -> Verdict:
-        """Judge a row, however long its judge is away; give up after `TRIES` failures that the completion
-        may have caused (`Outage.is_away` is false)."""
+        """Judge a row, however long its judge is away; give up after `TRIES` failures that the
+        completion may have caused (`Outage.is_away` is false)."""
         name = call.reward.name
         failures = 0
         tries = 1 if name in self._failing else TRIES

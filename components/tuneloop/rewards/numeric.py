@@ -23,8 +23,9 @@ from tuneloop.rewards.answers.forms import Chain, Form, Several, Words, Writing,
 from tuneloop.rewards.answers.notation import DOLLARS, normalize_notation, remove_spaces
 
 NO_ANSWERS = ("proof", "notfound", "not found", "nan", "n/a")
-"""What data sets write where a problem has no answer that can be compared, in lower case: such a row is
-``unverifiable``. docs/rewards.md lists them; `data/layouts/math.py: NO_ANSWERS` is a list of its own."""
+"""What data sets write where a problem has no answer that can be compared, in lower case: such a
+row is ``unverifiable``. docs/rewards.md lists them; `data/layouts/math.py: NO_ANSWERS` is a list of
+its own."""
 
 
 def score(completion: str, answer: str, metadata: JsonObject) -> float | None:

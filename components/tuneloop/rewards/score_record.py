@@ -18,11 +18,11 @@ from tuneloop.rewards.outcomes import Verdict
 from tuneloop.rewards.registry import Call
 
 FILE = "scores.jsonl"
-"""Has the fields of `Key`, then those of `Verdict`, in each line; another attempt reads it, perhaps of
-another release."""
+"""Has the fields of `Key`, then those of `Verdict`, in each line; another attempt reads it, perhaps
+of another release."""
 FINAL = ("score", "unverifiable", "escape")
-"""Kinds of verdicts that are kept; a kind that is not here is judged again in another attempt, where it
-may be a score."""
+"""Kinds of verdicts that are kept; a kind that is not here is judged again in another attempt,
+where it may be a score."""
 Key = tuple[int, str, str]
 """The row's number, the reward with the digest of its code, and the digest of the texts."""
 

@@ -120,7 +120,8 @@ def score_all(
 
 
 class _Batch:
-    """Calls that are judged together, in three steps: each leaves out what an earlier one has judged.
+    """Calls that are judged together, in three steps: each leaves out what an earlier one has
+    judged.
 
     Attributes:
         verdicts: of the calls that are finished.

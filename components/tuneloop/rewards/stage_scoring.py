@@ -1,9 +1,9 @@
 """Scoring in a stage: it stops when the stage does, and keeps the scores for its next attempt.
 
-The stages `reward` and `evaluate` use it. A resume point that it commits has `FILE` alone, is named by
-the number of its verdicts, and is deleted when the stage has committed. A stage that uses it must have no
-resume points of its own: `Stage.save_resume` of `core/context.py` deletes the earlier ones. Tests are in
-`tests/unit/rewards/test_judges.py`.
+The stages `reward` and `evaluate` use it. A resume point that it commits has `FILE` alone, is named
+by the number of its verdicts, and is deleted when the stage has committed. A stage that uses it
+must have no resume points of its own: `Stage.save_resume` of `core/context.py` deletes the earlier
+ones. Tests are in `tests/unit/rewards/test_judges.py`.
 """
 
 import time

@@ -6,7 +6,8 @@ answers ``{name: {argument: [accepted values]}}``. Calls are compared in any ord
 no tool should be called; without an answer any valid calls are right. `rewards/structures/calls.py`
 lists the formats in which a completion may write them.
 
-The tools of a prompt come into its metadata by `data/tables.py: RowBuilder.build`, whatever the layout.
+The tools of a prompt come into its metadata by `data/tables.py: RowBuilder.build`, whatever the
+layout.
 """
 
 from collections.abc import Mapping

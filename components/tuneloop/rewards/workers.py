@@ -31,7 +31,8 @@ from tuneloop.rewards.sandbox import find_sandbox
 from tuneloop.workflow.settings import PROCESS
 
 AWAY = "away"
-"""In place of a verdict's kind: the process waits for a judge. The reason and the seconds follow."""
+"""In place of a verdict's kind: the process waits for a judge. The reason and the seconds
+follow."""
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent ends."""
 PATIENCE = 10

@@ -46,7 +46,8 @@ class Layout:
         title: what it is called in the line that says what was recognised.
         columns: the columns that every row has; paths into columns are possible. A column that only
             some rows have is not listed, though `read` or `roles` may read it.
-        roles: which column holds what, where that says all of a row; ignored where there is a `read`.
+        roles: which column holds what, where that says all of a row; ignored where there is a
+            `read`.
         read: makes an example of a row's values, where `roles` do not suffice. Raises BadValue: the
             row cannot be used.
         summary: where prompt, answer and completions come from; words for the log and for messages,
@@ -96,9 +97,9 @@ class Layout:
 
 @cache
 def list_layouts() -> list[Layout]:
-    """List all layouts in the order in which they are tried: those with the most columns first, and of
-    these the ones that also look at values. Of equals the order is that of the modules' names, then
-    that of `LAYOUTS`. A layout comes before those whose columns are a part of its own."""
+    """List all layouts in the order in which they are tried: those with the most columns first, and
+    of these the ones that also look at values. Of equals the order is that of the modules' names,
+    then that of `LAYOUTS`. A layout comes before those whose columns are a part of its own."""
     layouts: list[Layout] = []
     for module in pkgutil.iter_modules(__path__):
         layouts += importlib.import_module(f"{__name__}.{module.name}").LAYOUTS
@@ -123,8 +124,8 @@ def find_layout(name: str) -> Layout:
 def recognise_layout(rows: Sequence[Values]) -> Layout | None:
     """Recognise the layout that more than half of these rows have; None: there is none.
 
-    A layout whose `columns` are there is taken even if their values do not fit, but only if no layout
-    fits by its values, too.
+    A layout whose `columns` are there is taken even if their values do not fit, but only if no
+    layout fits by its values, too.
     """
     # Not of all rows: a few that are damaged are dropped later, each with its reason.
     # Where the names fit, and what the columns hold does not, reading a row says what is wrong with

@@ -169,8 +169,9 @@ def read_sides(values: Values, prompt_column: str) -> Example:
 
 
 def make_pair(prompt: Prompt, chosen: str, rejected: str, values: Values) -> Example:
-    """Make an example of a pair, with the column ``tools`` of its row. Raises BadValue: its sides are
-    equal. `data/columns.py: Columns.apply` refuses these by itself for the columns that a user names.
+    """Make an example of a pair, with the column ``tools`` of its row. Raises BadValue: its sides
+    are equal. `data/columns.py: Columns.apply` refuses these by itself for the columns that a user
+    names.
     """
     if chosen == rejected:
         raise BadValue("chosen and rejected are equal: there is nothing to prefer")

@@ -84,8 +84,8 @@ def read_prompt_completion(values: Values) -> Example:
 
 
 def read_text(values: Values) -> Example:
-    """Read plain text. Its first word is the prompt and the rest the completion: the first token of a
-    text cannot be learned, as nothing comes before it."""
+    """Read plain text. Its first word is the prompt and the rest the completion: the first token of
+    a text cannot be learned, as nothing comes before it."""
     text = get_text_of(values, "text").strip()
     words = text.split(maxsplit=1)
     # Chinese and Japanese have no spaces between words: the first character is enough.

@@ -106,8 +106,8 @@ def _convert_case(test: JsonObject, is_call: bool) -> JsonObject:
     """Return a test of LiveCodeBench in the form of ``stdin_tests``.
 
     Args:
-        is_call: whether a function is tested: then the input has its arguments as JSON values, one a
-            line, and the output is a JSON value.
+        is_call: whether a function is tested: then the input has its arguments as JSON values, one
+            a line, and the output is a JSON value.
     """
     text = test.get("input")
     expected = test.get("output")

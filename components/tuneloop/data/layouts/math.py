@@ -26,8 +26,8 @@ TRUTH = "reward_model.ground_truth"
 """Path of the answer in verl's layout."""
 NO_ANSWERS = ("proof", "not found", "notfound", "none", "n/a")
 """What OpenR1-Math and NuminaMath write for problems that have no answer to compare with, in lower
-case. Such rows are demonstrations alone. `rewards/numeric.py: NO_ANSWERS` is a list of its own: what
-it alone has is an answer here, which that reward cannot judge, so the row counts as one of
+case. Such rows are demonstrations alone. `rewards/numeric.py: NO_ANSWERS` is a list of its own:
+what it alone has is an answer here, which that reward cannot judge, so the row counts as one of
 ``data.wrong_answers``."""
 
 

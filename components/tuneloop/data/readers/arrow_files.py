@@ -61,8 +61,9 @@ def read_arrow(file: BinaryIO, path: str) -> Rows:
 
 
 def make_row(values: JsonMapping, name: str) -> ReadRow:
-    """Make a row of the values of a table. A column of bytes is left out, as JSON has no bytes. Bytes
-    inside a struct or a list stay, and are refused with the row's metadata if they get there."""
+    """Make a row of the values of a table. A column of bytes is left out, as JSON has no bytes.
+    Bytes inside a struct or a list stay, and are refused with the row's metadata if they get
+    there."""
     nulls = sum(_count_nulls(value) for value in values.values())
     converted = {
         column: _convert(value) for column, value in values.items() if not isinstance(value, bytes)

@@ -41,7 +41,8 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 """Suffix of a compressed file → pyarrow's name of its compression."""
 SUFFIXES = ", ".join(READERS)
 # Words in the path of a file below its folder. The split `train` takes the files that `TRAINED`
-# matches, or else all that `HELD_OUT` does not match; any other split takes those with its very name.
+# matches, or else all that `HELD_OUT` does not match; any other split takes those with its very
+# name.
 HELD_OUT = re.compile(r"(^|[^a-z])(test|eval|evaluation|valid|validation|val|dev)([^a-z]|$)")
 TRAINED = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
 BLOCK = 1 << 22
@@ -90,8 +91,9 @@ def _is_for_datasets(address: str) -> bool:
 
 
 def list_files(pattern: str, split: str) -> list[str]:
-    """List the files that a path, a glob, or a folder's `split` names, sorted. A file that a path names
-    need not exist. Raises UserError: a folder has no file of the split, or a glob matches none."""
+    """List the files that a path, a glob, or a folder's `split` names, sorted. A file that a path
+    names need not exist. Raises UserError: a folder has no file of the split, or a glob matches
+    none."""
     folder = Path(pattern)
     is_stored = local_path(pattern) is None
     if is_stored and _find_suffix(pattern):

@@ -20,7 +20,8 @@ class RecordFile(Sequence[bytes]):
         self._ends = array("q")
 
     def append(self, record: bytes) -> None:
-        """Add a record. No record may have been read before, as reading moves the place of writing."""
+        """Add a record. No record may have been read before, as reading moves the place of
+        writing."""
         self._file.write(record)
         self._ends.append(self._file.tell())
 

@@ -7,8 +7,9 @@ form. It is tested through the reward, by `tests/unit/rewards/test_numeric.py`.
 import re
 
 CLOSING = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
-"""Opening bracket of a tuple, an interval or a set → the one that closes it; `forms.py: _read_brackets`
-reads what stands between. `split_outside_brackets` and `measure_depth` look for ``([{`` by themselves."""
+"""Opening bracket of a tuple, an interval or a set → the one that closes it;
+`forms.py: _read_brackets` reads what stands between. `split_outside_brackets` and `measure_depth`
+look for ``([{`` by themselves."""
 LEVELS = dict.fromkeys(CLOSING, 1) | dict.fromkeys(CLOSING.values(), -1) | {"{": 1, "}": -1}
 """Bracket → how it changes the depth."""
 TOKEN = re.compile("|".join(map(re.escape, LEVELS)) + r"|\\?.", re.DOTALL)
@@ -26,8 +27,8 @@ def closes_at_end(text: str) -> bool:
 
 
 def split_outside_brackets(text: str, separators: tuple[str, ...]) -> list[str]:
-    """Split a text at separators that stand in no bracket. Brackets are ``( [ {``, escaped or not, but
-    not ``\\langle``.
+    """Split a text at separators that stand in no bracket. Brackets are ``( [ {``, escaped or not,
+    but not ``\\langle``.
 
     Args:
         text: LaTeX.

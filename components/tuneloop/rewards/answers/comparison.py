@@ -38,8 +38,8 @@ longer list has to be written as the gold answer is."""
 def is_same(gold: Form, candidate: Form) -> bool:
     """Return whether `candidate` states the answer `gold`.
 
-    A form without a case here is equal to nothing, not even to itself. The reward accepts an answer that
-    is written as the gold answer before it asks this function (`rewards/numeric.py: score`).
+    A form without a case here is equal to nothing, not even to itself. The reward accepts an answer
+    that is written as the gold answer before it asks this function (`rewards/numeric.py: score`).
     """
     gold = _unwrap(gold)
     candidate = _unwrap(candidate)

@@ -26,8 +26,8 @@ SENTENCE_END = re.compile(
     r"(?<!\bSt)(?<!\bMt)(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)[.!](?=\s|$|\*)|\n"
 )
 THOUGHTS_END = "</think>"
-"""What ends a model's reasoning; the answer is looked for behind it. `rewards/structures/json_text.py`
-has the same mark for JSON and tool calls."""
+"""What ends a model's reasoning; the answer is looked for behind it.
+`rewards/structures/json_text.py` has the same mark for JSON and tool calls."""
 MATH = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$(?=\S)([^$]+?)(?<=\S)(?<!\\)\$(?!\d)",
     re.DOTALL,

@@ -2,9 +2,9 @@
 
 `read_answer` returns one of the forms below, decided by the text alone. `comparison` compares them.
 
-A reader that is added goes into `READERS`, before those that would take its text. A form that is added
-goes into `Form`, and needs a case in `rewards/answers/comparison.py: is_same`: without one it is equal
-to nothing. `rewards/numeric.py: _is_prose` decides whether a sentence may be read as it.
+A reader that is added goes into `READERS`, before those that would take its text. A form that is
+added goes into `Form`, and needs a case in `rewards/answers/comparison.py: is_same`: without one it
+is equal to nothing. `rewards/numeric.py: _is_prose` decides whether a sentence may be read as it.
 `tests/unit/rewards/test_numeric.py` tests all of them.
 """
 
@@ -24,8 +24,8 @@ from tuneloop.rewards.answers.units import name_unit
 LONGEST = 1000
 """Characters of the longest answer that is read; of a longer one only the writing is compared."""
 LONGEST_VALUE = 400
-"""Characters of the longest expression that is computed. This limit and the next ones keep the parser of
-`rewards/answers/values.py` from taking longer than a reward may."""
+"""Characters of the longest expression that is computed. This limit and the next ones keep the
+parser of `rewards/answers/values.py` from taking longer than a reward may."""
 DEEPEST = 12
 """The deepest nesting of lists and brackets that is read."""
 DEEPEST_VALUE = 8
@@ -126,8 +126,9 @@ class Ordered:
     """Items in their order, between two marks that say what they are.
 
     The marks are the brackets of a tuple or an interval. Of a ratio, a matrix, an inequality, a
-    number with its base, or a time, `opening` names the kind, and `closing` is empty. Two are the same
-    if both marks are, so a kind that is added this way needs no case in `comparison.py: is_same`.
+    number with its base, or a time, `opening` names the kind, and `closing` is empty. Two are the
+    same if both marks are, so a kind that is added this way needs no case in
+    `comparison.py: is_same`.
     """
 
     opening: str
@@ -426,5 +427,6 @@ READERS: tuple[Callable[[str, int], Form | None], ...] = (
     _read_ratio,
     _read_plus_minus,
 )
-"""Functions from a text and a depth to its form, or None; they are tried in turn, and the first that
-knows the text reads it. Another order reads other forms: `(1, 2)` is brackets, `x = 1, 2` a list."""
+"""Functions from a text and a depth to its form, or None; they are tried in turn, and the first
+that knows the text reads it. Another order reads other forms: `(1, 2)` is brackets, `x = 1, 2` a
+list."""

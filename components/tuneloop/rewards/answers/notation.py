@@ -2,14 +2,15 @@
 
 Both sides of every comparison go through it, so that it may only make equal what means the same.
 Readers of its result know no other spelling: the patterns of `rewards/answers/forms.py` expect
-``\\text{…}``, ``\\frac{…}{…}``, ``\\le`` and ``\\ge``, and `rewards/choice.py` reads plain text by it.
+``\\text{…}``, ``\\frac{…}{…}``, ``\\le`` and ``\\ge``, and `rewards/choice.py` reads plain text by
+it.
 """
 
 import re
 
 LONGEST = 5000
-"""Characters of the longest text whose notation is changed. `forms.py` reads no answer of more than 1000
-characters, but the text of a whole completion may come here, too."""
+"""Characters of the longest text whose notation is changed. `forms.py` reads no answer of more than
+1000 characters, but the text of a whole completion may come here, too."""
 SIGNS = {
     "−": "-",
     "–": "-",

@@ -1,7 +1,7 @@
 """Bring the names of units to one spelling.
 
-`rewards/answers/forms.py: _split_unit` takes the words after a number for a unit and names it by this.
-Two units are compared as texts: nothing is converted, and 1 m is not 100 cm.
+`rewards/answers/forms.py: _split_unit` takes the words after a number for a unit and names it by
+this. Two units are compared as texts: nothing is converted, and 1 m is not 100 cm.
 """
 
 import re

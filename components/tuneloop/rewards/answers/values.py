@@ -4,9 +4,9 @@ math-verify parses them, and sympy evaluates them at some points with 40 digits.
 simplified, so no answer takes long to compare.
 
 Parsing and evaluating run in the process of the reward, whose time is limited
-(`rewards/workers.py`). The limits of `rewards/answers/forms.py` on an expression's length and depth are
-checked before; those below, on its size, after it is parsed. `tests/unit/rewards/test_numeric.py` has
-the expressions that must not be computed.
+(`rewards/workers.py`). The limits of `rewards/answers/forms.py` on an expression's length and depth
+are checked before; those below, on its size, after it is parsed.
+`tests/unit/rewards/test_numeric.py` has the expressions that must not be computed.
 """
 
 import functools
@@ -20,8 +20,8 @@ import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse
 
-# math-verify's own time limits are alarms, which work in a main thread only and do not stop C code, so
-# they are off (`parsing_timeout=None`), and its warnings that they are off are silenced.
+# math-verify's own time limits are alarms, which work in a main thread only and do not stop C code,
+# so they are off (`parsing_timeout=None`), and its warnings that they are off are silenced.
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
@@ -51,7 +51,8 @@ EXTRACTION = [
         )
     )
 ]
-"""How math-verify normalizes an expression. It drops no units, since `forms.py` has taken them off."""
+"""How math-verify normalizes an expression. It drops no units, since `forms.py` has taken them
+off."""
 
 
 @functools.lru_cache(maxsize=8192)

@@ -7,8 +7,8 @@ the results, which are literals and nothing else. Where later calls depend on ea
 are repeated, up to `ROUNDS` times.
 
 The reward `code` calls `run_check`. The text of `TEST_SIDE` and `PROGRAM_SIDE` runs in the sandbox,
-which has the standard library alone. Neither type checks nor linters see that text: `_run_tests` calls
-its function `run_tests` by position, and `_write_calls` its function `make_calls`.
+which has the standard library alone. Neither type checks nor linters see that text: `_run_tests`
+calls its function `run_tests` by position, and `_write_calls` its function `make_calls`.
 `tests/unit/rewards/test_program_tests.py` tests it.
 """
 
@@ -155,7 +155,8 @@ class CheckResult(NamedTuple):
 
 
 class _TestRun(NamedTuple):
-    """What one run of the tests gives. The fields are the keys that `run_tests` in `TEST_SIDE` returns.
+    """What one run of the tests gives. The fields are the keys that `run_tests` in `TEST_SIDE`
+    returns.
 
     Attributes:
         calls: of the program's functions, as Python.
@@ -176,8 +177,8 @@ def run_check(check: Check, program: str, limits: Limits) -> CheckResult:
     """Run the tests of `check` on `program`.
 
     Args:
-        limits: of the program, for all rounds together; each run of the tests has them once more, and
-            its time is not counted.
+        limits: of the program, for all rounds together; each run of the tests has them once more,
+            and its time is not counted.
 
     Raises:
         Unverifiable: the tests fail before they have a result of the program.

@@ -1,7 +1,7 @@
 """Take the program out of a completion: a fenced block, all of it, or what continues the prompt.
 
-`data/layouts/_parts.py: fence_program` writes the solutions of data sets in the form that is read here.
-Thoughts are not cut off: a block in them counts if no other follows.
+`data/layouts/_parts.py: fence_program` writes the solutions of data sets in the form that is read
+here. Thoughts are not cut off: a block in them counts if no other follows.
 """
 
 import ast

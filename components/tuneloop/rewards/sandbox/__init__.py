@@ -7,8 +7,8 @@ so nothing of the caller is in its memory. It sees the standard library and an e
 `tuneloop.inference.sandbox_server`. With ``URL#gvisor`` a server must prove that it runs in gVisor.
 
 The rewards use `run_in_sandbox` (`rewards/code.py`, `rewards/programs/checks.py`), as does
-`environments/python.py`; the server runs `run_program`. `Limits` and `Ending` are also what client and
-server send each other, and these two may be of different releases. Tests are `test_code.py` and
+`environments/python.py`; the server runs `run_program`. `Limits` and `Ending` are also what client
+and server send each other, and these two may be of different releases. Tests are `test_code.py` and
 `test_jail.py` of `tests/unit/rewards`, and `tests/unit/inference/test_sandbox_server.py`.
 """
 
@@ -39,9 +39,9 @@ from tuneloop.rewards.sandbox.jail import ARCHITECTURES, MEMORY
 from tuneloop.workflow.settings import PROCESS, SANDBOX_PLACE, SANDBOX_TOKEN, SANDBOX_VARIABLE
 
 Kind = Literal["done", "error", "timeout", "memory", "output", "escape"]
-"""How a program ended. One that is added also gets a share in `rewards/code.py: REASONS`, words for the
-policy in `environments/python.py`, and its exit code in `KINDS_BY_CODE`. A client of an earlier release
-refuses the answer of a server that has it."""
+"""How a program ended. One that is added also gets a share in `rewards/code.py: REASONS`, words for
+the policy in `environments/python.py`, and its exit code in `KINDS_BY_CODE`. A client of an earlier
+release refuses the answer of a server that has it."""
 JAIL = Path(__file__).with_name("jail.py")
 LANDLOCK_CREATE_RULESET = 444
 """The system call that also tells the version of Landlock; on all architectures."""
@@ -58,11 +58,12 @@ SYSTEM_PATHS = (
 )
 """What a program may read besides the standard library, which `_build_options` adds."""
 NOTES = 1 << 16
-"""The maximum bytes of all notes of `jail`, and so of a call's result; with more the program ends with
-the kind ``output``."""
+"""The maximum bytes of all notes of `jail`, and so of a call's result; with more the program ends
+with the kind ``output``."""
 LEAST_MEMORY = 1 << 26
-"""Bytes without which the interpreter that a program runs in may not start; some 16 MiB are its own.
-`rewards/code.py` and `inference/sandbox_server.py` refuse less, `environments/python.py` does not."""
+"""Bytes without which the interpreter that a program runs in may not start; some 16 MiB are its
+own. `rewards/code.py` and `inference/sandbox_server.py` refuse less, `environments/python.py` does
+not."""
 HINDERED = 10
 """How many times its seconds a program may take by the clock, while it waits for a processor."""
 READ_BYTES = 1 << 16
@@ -81,9 +82,9 @@ KINDS_BY_CODE: dict[int, Kind] = {
 class Limits:
     """What a program may use.
 
-    A field that is added is also one of `inference/sandbox_server.py: Program`, which refuses a request
-    with a key that it does not know, and bounds each; `run_in_turn` there hands it on. `_build_options`
-    gives it to `jail`.
+    A field that is added is also one of `inference/sandbox_server.py: Program`, which refuses a
+    request with a key that it does not know, and bounds each; `run_in_turn` there hands it on.
+    `_build_options` gives it to `jail`.
 
     Attributes:
         seconds: of processor time, rounded up, and of the clock less what it waited for a
@@ -111,7 +112,8 @@ class Ending:
     Attributes:
         kind: ``done``: it ended without an error. ``escape``: the kernel ended it at a forbidden
             system call.
-        stdout: what it wrote, at most one byte more than the limit, which shows that there was more.
+        stdout: what it wrote, at most one byte more than the limit, which shows that there was
+            more.
         result: Python's `repr` of the call's value; None where there was no call, or it did not
             return.
         door: the forbidden call that it tried, if `kind` is ``escape``.
@@ -284,8 +286,8 @@ def _open_in_memory(text: str) -> BinaryIO:
 
 
 def _build_options(source: int, notes: int, home: str, limits: Limits) -> JsonObject:
-    """Build the options of `jail`: two descriptors, the directory of the program, its limits. They are
-    read by name in `confine_process` there and at the end of its file."""
+    """Build the options of `jail`: two descriptors, the directory of the program, its limits. They
+    are read by name in `confine_process` there and at the end of its file."""
     library = str(Path(os.__file__).parent)
     paths = [home, library, str(JAIL), str(Path(sys.base_prefix, "lib"))]
     paths += SYSTEM_PATHS
@@ -362,9 +364,9 @@ def _read_wait(process: str) -> float:
 def _judge(code: int, output: _Output) -> Ending:
     """Tell from the exit code and the notes of `jail` how a program ended.
 
-    The first line of the notes is ``ready``; the others begin with ``escape``, ``result`` or ``raised``,
-    as `execute_program` and `watch_audit` write them. A program knows the descriptor and may write notes
-    too, so nothing but its own result follows from them.
+    The first line of the notes is ``ready``; the others begin with ``escape``, ``result`` or
+    ``raised``, as `execute_program` and `watch_audit` write them. A program knows the descriptor
+    and may write notes too, so nothing but its own result follows from them.
 
     Raises:
         OSError: it could not be confined, and has not run.

@@ -1,8 +1,8 @@
 """Gold tool calls: BFCL's possible answers, or calls with their arguments.
 
-`are_expected` compares the calls of a completion with them. `data/layouts/tools.py` writes such answers,
-and files may have them in a column of answers. A form that is added is read by `_read_gold_call`, and
-written by `build_calls`, by which `rewards/proof.py` proves it.
+`are_expected` compares the calls of a completion with them. `data/layouts/tools.py` writes such
+answers, and files may have them in a column of answers. A form that is added is read by
+`_read_gold_call`, and written by `build_calls`, by which `rewards/proof.py` proves it.
 """
 
 import json

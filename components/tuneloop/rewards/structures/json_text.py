@@ -1,8 +1,8 @@
 """Read JSON that a policy writes: strictly, so that no text means two things.
 
-The rewards `tool_calls` and `json_schema` read completions, gold answers and metadata by it. Rows of
-files are read by `data/readers/strict_json.py`. Tests are in `tests/unit/rewards/test_tool_calls.py` and
-`test_choice_and_json.py`.
+The rewards `tool_calls` and `json_schema` read completions, gold answers and metadata by it. Rows
+of files are read by `data/readers/strict_json.py`. Tests are in
+`tests/unit/rewards/test_tool_calls.py` and `test_choice_and_json.py`.
 """
 
 import json
@@ -16,11 +16,11 @@ FENCED = re.compile(r"```(?:json|python|tool_code|text)?[ \t]*\n(.*?)```", re.DO
 SPECIAL_TOKENS = re.compile(
     r"<\|(?:im_end|eot_id|eom_id|endoftext|end|end_of_text|return|call)\|>|</s>|<eos>|<end_of_turn>"
 )
-"""Tokens that end a turn, by model family. Rollouts are decoded without a tokenizer's special tokens
-(`formats/tokens.py: decode_ids`); other texts may have them."""
+"""Tokens that end a turn, by model family. Rollouts are decoded without a tokenizer's special
+tokens (`formats/tokens.py: decode_ids`); other texts may have them."""
 THOUGHTS_END = "</think>"
-"""What ends a model's reasoning; the text after it counts. `rewards/answers/extraction.py` has the same
-mark for answers in prose."""
+"""What ends a model's reasoning; the text after it counts. `rewards/answers/extraction.py` has the
+same mark for answers in prose."""
 
 
 class NotJson(ValueError):

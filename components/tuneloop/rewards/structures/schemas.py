@@ -1,7 +1,8 @@
 """Validate values by JSON Schema. No schema is fetched: references lead into the schema itself.
 
-Schemas come from a row's metadata. The layouts of `data/layouts/tools.py` convert the types of theirs
-by a table of the same rows; schemas of other files and of ``data.reward_args`` are converted here alone.
+Schemas come from a row's metadata. The layouts of `data/layouts/tools.py` convert the types of
+theirs by a table of the same rows; schemas of other files and of ``data.reward_args`` are converted
+here alone.
 """
 
 import functools
