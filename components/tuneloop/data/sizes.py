@@ -56,9 +56,9 @@ class Size:
 
     Attributes:
         number: of rows; None: all that remain.
-        is_exact: whether fewer rows are an error of `data/preparation.py: check_sizes`, since
-            somebody set the number. A held-out split that is not exact also takes further rows of
-            its prompts.
+        is_exact: whether fewer rows are an error of `data/preparation.py: check_sizes`, since the
+            user or `MADE_TO_ORDER` has set the number. A held-out split that is not exact also
+            takes further rows of its prompts.
     """
 
     number: int | None

@@ -75,7 +75,8 @@ class RoutedRow:
 
 @dataclass
 class Counts:
-    """What became of the rows that were read.
+    """What became of the rows that were read. A count that is added is seen by nobody unless
+    `data/preparation.py: report_rows` states it.
 
     Attributes:
         read: rows that the streams gave, bad ones included, which may be a share of them.

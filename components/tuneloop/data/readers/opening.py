@@ -183,7 +183,8 @@ def digest_files(sources: Sequence[tuple[str, str]]) -> str | None:
 
 
 def _list_bytes(address: str, split: str) -> Iterator[str]:
-    """Yield all files whose bytes decide about rows: of ``save_to_disk`` each that it wrote."""
+    """Yield all files whose bytes decide about rows: those of the split, or all of a folder that
+    ``save_to_disk`` wrote."""
     if hub.is_saved(address):
         for path in sorted(Path(address).rglob("*")):
             if path.is_file():
@@ -201,8 +202,11 @@ def _find_suffix(path: str) -> str | None:
 
 
 def _choose_split(files: list[str], folder: str, split: str) -> list[str]:
-    """Choose the files of a split by their names, as `datasets` does; without such names all are
-    for training."""
+    """Choose the files of a split by words in their paths below the folder.
+
+    ``train`` takes the files that are named so, or else all that are not named as held out. Any other
+    split takes only the files with its own word: ``validation`` does not find ``val.jsonl``.
+    """
     names = {file: os.path.relpath(file, folder).lower() for file in files}
     if split == "train":
         trained = [file for file in files if TRAINED.search(names[file])]

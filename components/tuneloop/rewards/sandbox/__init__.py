@@ -87,9 +87,10 @@ class Limits:
     `_build_options` gives it to `jail`.
 
     Attributes:
-        seconds: of processor time, rounded up, and of the clock less what it waited for a
-            processor.
-        memory: bytes of address space (a 64th, at least 4 MiB, a thread).
+        seconds: of processor time, rounded up to whole ones; and by the clock, without the time in
+            which it waited for a processor.
+        memory: bytes of address space. Each thread's stack takes a 64th of them, at least 4 MiB
+            (`rewards/sandbox/jail.py: TASKS`).
         output: bytes on its stdout.
     """
 
