@@ -70,8 +70,8 @@ class Outcome:
     Attributes:
         outcome: ``score``, or what kept it from one: ``escape``, else the first failure among its
             rewards.
-        score: the weighted sum of its rewards; None unless `outcome` is ``score``. Only
-            `stages/reward.py` replaces it, by ``escape_score`` for an ``escape``.
+        score: the weighted sum of its rewards; None unless `outcome` is ``score``.
+            `stages/reward.py` may give an ``escape`` one (``escape_score``).
         breakdown: reward → its value before weighting, or the reason why there is none;
             ``reward.part`` → what it tells besides. `stages/model_reward.py` adds ``model``.
     """

@@ -3,8 +3,8 @@
 A row's solution, if its data set has one, is scored by all rewards together. Besides, a reward that
 has ``write_answers(answer, metadata) -> list[str]`` writes how a model may state the answer (a box,
 "The answer is …", a tool call), and has to give full marks to each of these texts. In a row without
-a solution, the bare answer is scored by the rewards that have no such function: it need not be what
-a model would write.
+a solution, only the rewards without this function score the bare answer: to the others it need not
+be a completion.
 
 `data_prep` calls it for each table of rows (`data/tables.py: examine_answers`), here or in a
 process of Ray. A row that fails counts in ``data.wrong_answers``. It is tested through the stage,

@@ -27,10 +27,11 @@ by its host: it has no score, but may get one later.
 A reward whose judge is away (`tuneloop.rewards.outages`) is called again later, as long as it
 takes: a judge that has no room must cost no score.
 
-Scores have to come out the same for everybody who judges the same rows: the stages by
-`rewards/stage_scoring.py`, `rewards/proof.py`, `training/backends/trl.py` and `local/probe.py`. An
-option of `score_all` that changes scores, and is a parameter of the stage `reward`, is repeated in
-`extensions/provenance/questions.py: _rescore_rows`, which judges stored rows again.
+`score_all` is called for the stages (`rewards/stage_scoring.py`), for gold answers
+(`rewards/proof.py`), for TRL (`training/backends/trl.py`) and for `tuneloop probe`
+(`local/probe.py`), each with limits of its own. `extensions/provenance/questions.py: _rescore_rows`
+judges stored rows again: an option that changes scores, and is a parameter of the stage `reward`,
+has to be handed on there, too.
 """
 
 import math
