@@ -10,9 +10,9 @@ besides `score` (``RANGE``, ``TRUSTED``, ``NEEDS_EPISODE``, ``write_answers``) i
 
 A reward that ships is tried by every test and command that lists rewards. So it also needs a judge
 in `tests/unit/rewards/test_fuzz.py`, what it judges by in ``rewards/attacks/row.json`` (for
-`tuneloop probe`), a row in docs/rewards.md, and its place in the import rules of
-``pyproject.toml``. A library whose version changes scores belongs into the extra ``rewards`` there,
-and into `core/provenance.py: LIBRARIES`.
+`tuneloop probe` and `tests/unit/local/test_probe.py`), a row in docs/rewards.md, and its place in
+the import rules of ``pyproject.toml``. A library whose version changes scores belongs into the
+extra ``rewards`` there, and into `core/provenance.py: LIBRARIES`.
 """
 
 from tuneloop.rewards.outages import RewardUnavailable
