@@ -91,7 +91,8 @@ class Example:
         row: the name of the row in the user's file: ``FILE:LINE`` or ``FILE row N``.
         rewards: reward → weight, where the user names none; None:
             `data/tables.py: DEFAULT_REWARDS`.
-        is_plain: whether a prompt that is text stays text though ``data.chat`` makes chats of others.
+        is_plain: whether a prompt that is text stays text though ``data.chat`` makes chats of
+            others.
         key: text by which rows have the same prompt; None: the prompt itself
             (`data/splitting.py: _get_key`).
         nulls: how many null fields of nested columns were left out of the row.

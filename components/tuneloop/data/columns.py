@@ -129,8 +129,8 @@ class Columns(Settings):
     def apply(self, example: Example, values: JsonMapping) -> Example:
         """Return `example` with what these columns say of a row.
 
-        The order of the steps counts: `system` needs the prompt, and `completion` is a solution only
-        if there is an answer by then.
+        The order of the steps counts: `system` needs the prompt, and `completion` is a solution
+        only if there is an answer by then.
 
         Args:
             example: what the layout has read; empty (``Example("", None)``) without a layout.

@@ -100,7 +100,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Tables:
-    """The rows of all files of an address: a table for each layout that they have."""
+    """The rows of all files of an address: a table for each layout that they have, in the order in
+    which the layouts come first among the files. It decides, with the seed, the order of rows."""
 
     tables: tuple[Table, ...]
 
@@ -198,7 +199,8 @@ class Opener:
         return Tables(tuple(tables))
 
     def open_stream(self, path: str, split: str, seed: int | None) -> Tables:
-        """Open rows of the hub that are read as they come."""
+        """Open rows of the hub that are read as they come. Raises UserError as `open`, also if a
+        column that the user names is in none of the first rows."""
         first, stream = hub.stream_split(path, self.name, self.revision, split, seed)
         head = read_head(first)
         if not head:
@@ -217,8 +219,8 @@ class Opener:
         return Tables((table,))
 
     def _choose_layout(self, head: Sequence[Values], file: str) -> Layout | None:
-        """Choose the layout of a file by its first rows; None where the columns that are set
-        suffice. Raises UserError: none fits."""
+        """Choose the layout of a file: the one that the user names, or else the one that its first
+        rows have. None where the columns that are set suffice. Raises UserError: none fits."""
         if self.layout is not None:
             layout = find_layout(self.layout)
             # One row is enough: the user knows better than its neighbours.
@@ -250,7 +252,8 @@ class Opener:
         return columns.model_copy(update={"answer": "answer"})
 
     def _join_companion(self, rows: Rows, files: list[str], companion: Companion) -> Rows:
-        """Join rows with those of a file beside them that have the same key."""
+        """Join rows with those of a file beside them that have the same key. A row that has no
+        partner there is a `BadRow`."""
         key = companion.key
         path = self.answers
         if path is None:

@@ -7,8 +7,8 @@ wrapper. What cannot be settled without changing what a row means is a `BadValue
 Layouts and columns call it for each row. What it lets pass, `formats/chat_forms.py` can put to a
 template. The keys of a message that it does not know stay as they are, such as
 ``reasoning_content`` (`formats/chat_forms.py: REASONING_KEYS`) and ``tool_call_id``;
-`formats/conversations.py` reads ``weight``. `training/fetch.py` refuses any key besides role and
-content.
+`formats/conversations.py` reads ``weight``. With ``--messages``, `training/fetch.py` refuses any
+key besides role and content.
 """
 
 import re

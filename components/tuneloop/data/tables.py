@@ -119,7 +119,7 @@ class RowBuilder:
             self.prompts += 1
             self.hopeless += rewards is DEFAULT_REWARDS and example.answer is None
         metadata = example.metadata | dict(self.reward_args)
-        # The rewards `tool_calls` and `json_schema` read them.
+        # The reward `tool_calls` reads them. Tools in the row's own metadata come first.
         if example.tools is not None:
             metadata.setdefault("tools", example.tools)
         return {

@@ -2,7 +2,9 @@
 JSON text) allows, and with ``metadata["json_schema"] = {"equal": true}`` the answer's value.
 
 Thoughts that end with ``</think>`` may come before it, and a fenced block may hold it
-(`rewards/structures/json_text.py`). Tests are in `tests/unit/rewards/test_choice_and_json.py`.
+(`rewards/structures/json_text.py`). No layout writes a schema: it comes from ``data.reward_args``
+or a column that ``data.columns.metadata`` names. Tests are in
+`tests/unit/rewards/test_choice_and_json.py`.
 """
 
 from tuneloop.core.json_types import JsonMapping, JsonObject

@@ -219,7 +219,8 @@ def _own_group(pid: int) -> None:
 
 
 def _serve(parent: int, pipe: int, calls: Sequence[Call], limits: CallLimits) -> NoReturn:
-    """Judge in the child. It never returns into the parent's code, and dies when the parent dies."""
+    """Judge in the child. It never returns into the parent's code, and dies when the parent
+    dies."""
 
     def send(*fields: object) -> None:
         # An alarm that the reward left behind would hit what comes next.

@@ -204,8 +204,8 @@ def _find_suffix(path: str) -> str | None:
 def _choose_split(files: list[str], folder: str, split: str) -> list[str]:
     """Choose the files of a split by words in their paths below the folder.
 
-    ``train`` takes the files that are named so, or else all that are not named as held out. Any other
-    split takes only the files with its own word: ``validation`` does not find ``val.jsonl``.
+    ``train`` takes the files that are named so, or else all that are not named as held out. Any
+    other split takes only the files with its own word: ``validation`` does not find ``val.jsonl``.
     """
     names = {file: os.path.relpath(file, folder).lower() for file in files}
     if split == "train":

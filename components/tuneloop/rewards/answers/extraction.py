@@ -21,6 +21,8 @@ JOINED = re.compile(
 STATED = re.compile(
     r"(?:\banswers?\b[*_]*[ \t]*(?:is|are|would be|will be|=|:)|####)[*_ \t:]*", re.IGNORECASE
 )
+"""What announces an answer. docs/rewards.md lists the words, and `rewards/numeric.py` and
+`rewards/choice.py` write gold answers by them (`write_answers`)."""
 # A full stop after a title or in a name of a place, as in St. Lucia, ends no sentence.
 SENTENCE_END = re.compile(
     r"(?<!\bSt)(?<!\bMt)(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)[.!](?=\s|$|\*)|\n"
@@ -38,6 +40,7 @@ NUMBER = re.compile(
     r"(?<![\w.,])[-+]?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
     r"(?:\s?/\s?\d+(?![\d/]))?(?:\s?\\?%)?"
 )
+"""A number in prose, with a currency, thousands, a denominator or a percent sign."""
 TAIL = 20_000
 """Characters at the end of a completion in which a statement or an expression is looked for."""
 

@@ -55,11 +55,14 @@ WORDS = re.compile(r"[^\W\d_]+(?:[ \-'’.]+[^\W\d_]+)*")
 VARIABLES = frozenset("abcdkmnpqrstxyz")
 """Letters of which up to three in a row are a product of variables, not a word."""
 NAME = re.compile(r"[A-Za-z]|\\(?:theta|alpha|beta|gamma|phi|lambda|mu)")
+"""A variable between whose bounds an inequality puts it."""
 LABEL = re.compile(
     r"(?=[A-Za-z\\])(?:\\(?!frac|sqrt|pi|infty|cdot|times|div|log|ln|binom|text)[a-zA-Z]+"
     r"|\\text\s*\{[^{}]*\}|[A-Za-z']|\s|_\{?\w+\}?|\^\{?(?:-1|[A-Za-z'])\}?"
     r"|\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\})+"
 )
+r"""The first side of an equation that only names its value: ``x``, ``f(x)``, ``\text{Area}``.
+Commands that begin a value, and no name, are excluded (``frac``, ``sqrt``, …)."""
 UNIT = re.compile(r"(.*\S)\s*\\text\s*\{([^{}]*)\}\s*(\^\s*\{?-?\d\}?)?")
 PLAIN_UNIT = re.compile(
     r"([-+]?(?:\d[\d.,]*|\\frac\{\d+\}\{\d+\}|\(\d+\+\\frac\{\d+\}\{\d+\}\)))\s*"
@@ -78,9 +81,11 @@ CHOICES = (
     re.compile(r"\((?:\\text\s*\{)?([A-Z])\}?\)"),
     re.compile(r"([A-Z])[).]"),
 )
+"""Letters of multiple choice: they are `Words`, and `comparison.py` tells their case apart."""
 CHOICE_AND_TEXT = re.compile(r"(?:\\text\s*\{\s*\(([A-Z])\)\s*\}\s*|\(([A-Z])\)\s+)(\S.*)")
 MATRIX = re.compile(r"\\begin\{([pbvBV]?)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
 FOREIGN_SIGNS = frozenset(',;:=<>%$#&~?"`@\\')
+"""Signs that no expression has that is computed: with one an answer is compared by its writing."""
 DIGITS_APART = re.compile(r"\d\s+[\d.]")
 
 

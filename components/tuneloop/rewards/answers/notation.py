@@ -79,11 +79,13 @@ WRAPPERS = [
     re.compile(r"\\\[(.*)\\\]", re.DOTALL),
     re.compile(r"(?:\\boxed|\\fbox)\s*\{(.*)\}", re.DOTALL),
 ]
+"""Delimiters of formulas, and boxes, around a whole answer; `_unwrap` takes them off."""
 REPEATING = re.compile(r"(?<!\d)(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 MIXED = re.compile(r"(?<![\d.}\w])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}")
 MIXED_PLAIN = re.compile(r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d./])")
 PLAIN_FRACTION = re.compile(r"(?<![\d./}\w])(\d+)\s*/\s*(\d+)(?![\d./!^])")
 DOLLARS = re.compile(r"(?<!\\)\$")
+r"""Dollars that delimit formulas. One of a price is written ``\$`` first (`_keep_currency`)."""
 
 
 def normalize_notation(text: str) -> str:

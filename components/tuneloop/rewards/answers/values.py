@@ -37,7 +37,7 @@ MOST_OPERATIONS = 400
 """The most operations of an expression that is computed; of a longer one the writing is compared
 (`rewards/numeric.py: score`)."""
 POINTS = (sympy.Rational(7312, 9973), sympy.Rational(23981, 7919), sympy.Rational(-13711, 9001))
-"""Where expressions with variables are compared: no value of theirs is special."""
+"""Values of variables for which expressions are compared. None is special, as 0 or 1 would be."""
 DECIMAL = re.compile(r"\d*\.\d+")
 EXTRACTION = [
     LatexExtractionConfig(

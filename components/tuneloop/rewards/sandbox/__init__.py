@@ -208,7 +208,8 @@ def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -
         "call": call,
         "isolation": isolation or PROCESS,
     }
-    # Four programs may run before it, one by one.
+    # Those in the server's queue may run before it, one by one
+    # (`inference/sandbox_server.py: WAITING`).
     timeout_s = 8 * HINDERED * limits.seconds + CONNECT_S
     end = time.monotonic() + timeout_s
     while True:

@@ -14,7 +14,7 @@ Rollouts are decoded without special tokens (`formats/tokens.py: decode_ids`): a
 tokenizer takes for special is not in the text.
 
 The reward `tool_calls` alone reads calls by it, so a format that is added is known to no
-environment: these read the first one only (`environments/__init__.py: parse_tool_calls`). Calls in
+environment: these read Hermes' JSON only (`environments/__init__.py: parse_tool_calls`). Calls in
 data sets are read by `data/messages.py: parse_calls`. `tests/unit/rewards/test_tool_calls.py` has
 each format, and docs/rewards.md lists them.
 """

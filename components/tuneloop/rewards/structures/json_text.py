@@ -13,6 +13,7 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.rewards.outcomes import Unverifiable
 
 FENCED = re.compile(r"```(?:json|python|tool_code|text)?[ \t]*\n(.*?)```", re.DOTALL)
+"""A fenced block that may hold JSON or calls; a block of another language is not looked into."""
 SPECIAL_TOKENS = re.compile(
     r"<\|(?:im_end|eot_id|eom_id|endoftext|end|end_of_text|return|call)\|>|</s>|<eos>|<end_of_turn>"
 )
