@@ -92,8 +92,8 @@ WATCHED = (
     "os.kill",
     "os.putenv",
 )
-"""The beginnings of audit events of forbidden calls: the hook writes them to the notes, for people
-to read, before the kernel ends the process. None that the filter allows may be here."""
+"""The beginnings of audit events that the hook writes to the notes. If the kernel then ends the
+process, the last of them is the `door` of its `Ending`, for people to read."""
 
 MACHINE = os.uname().machine
 with open(os.path.join(os.path.dirname(__file__), "calls.json")) as _file:
