@@ -41,8 +41,8 @@ def find_source_of(params: Any) -> tuple[str, JsonObject]:
     """Return the source that the parameters of `data_prep` name, and its arguments: a path stands
     for `FILES`. Raises UserError: a setting of files beside another source.
 
-    An option of `stages/data_prep.py` that is an argument of `data/files.py` reaches it by this
-    table.
+    An option of `stages/data_prep.py` that is an argument of `data/files.py: load_splits` has to be
+    in the table `settings` here, or it never gets there.
     """
     settings = {"layout": params.layout, "columns": params.columns, "mixture": params.mixture}
     file_settings = {name: value for name, value in settings.items() if value}

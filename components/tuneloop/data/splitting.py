@@ -36,7 +36,8 @@ class Form:
 
     Attributes:
         chat: whether a plain prompt becomes the user's message (``data.chat``).
-        system: the system message of every chat that has none (``data.system``); None: it stays so.
+        system: the system message of every chat that has none (``data.system``); None: none is
+            added.
     """
 
     chat: bool = False

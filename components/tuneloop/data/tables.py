@@ -3,12 +3,12 @@
 Between `RowBuilder` and `SplitWriter` a row is a row of `SCHEMA`. The files that are written have
 the columns of `SCHEMAS`, which every later stage reads.
 
-A column that is added to the files is written by `RowBuilder.build` under a name of `TEXTS`.
-Readers name their columns: `inference/generate.py: COLUMNS` for prompts,
-`training/corpora.py: tokenize_split` for the others. Earlier artifacts lack it, so it belongs into
-`formats/rows.py: OPTIONAL_COLUMNS`; what rewards need of it goes into rollouts by
-`formats/rollouts.py: make_rows`. `tests/unit/stages/test_data_prep.py` and `test_data_splits.py`
-test this file.
+A column that is added to the files is written by `RowBuilder.build`, and has to be in `SCHEMA` and
+`SCHEMAS`: pyarrow drops a key that its schema does not have, without a word. Readers name their
+columns: `inference/generate.py: COLUMNS` for prompts, `training/corpora.py: tokenize_split` for the
+others. Earlier artifacts lack it, so it belongs into `formats/rows.py: OPTIONAL_COLUMNS`; what
+rewards need of it goes into rollouts by `formats/rollouts.py: make_rows` and the `SCHEMA` there.
+`tests/unit/stages/test_data_prep.py` and `test_data_splits.py` test this file.
 """
 
 import functools
@@ -168,7 +168,7 @@ def is_costly(name: str) -> bool:
 
 
 def build_tables(rows: Iterable[JsonMapping]) -> Iterator[pa.Table]:
-    """Yield `rows` as tables of `SCHEMA`."""
+    """Yield `rows` as tables of `SCHEMA`; keys that it does not have are dropped."""
     rows = iter(rows)
     while part := list(itertools.islice(rows, ROWS)):
         yield pa.Table.from_pylist(part, schema=SCHEMA)
