@@ -74,17 +74,13 @@ def load_splits(
     Args:
         n: how many rows the caller takes at most. Not used here: rows are read as they are taken.
         seed: of the order of rows.
-        path: required without a mixture; an address or several.
         split: of a data set on the hub, or of a folder whose files are named after theirs.
         name: the configuration of a data set on the hub, as ``datasets.load_dataset`` calls it.
         revision: branch, tag or commit on the hub.
         streaming: do not keep the data set of the hub here; files here never are kept again.
         eval, sft, preference: other places, of held-out prompts, of demonstrations, of pairs.
         eval_split, sft_split, preference_split: other splits of the same place.
-        answers: a file with more columns of the same rows, found by their ``id`` (BFCL). Ignored
-            unless the layout has a `companion`.
-        mixture: several sources in place of `path`. All arguments but `seed` and `shuffle` are
-            ignored then.
+        answers: a file with more columns of the same rows, found by their ``id`` (BFCL).
     """
     if mixture:
         return _load_mixture(seed, mixture, shuffle)
@@ -223,7 +219,8 @@ def _choose_separate(
 
 
 def _load_mixture(seed: int, mixture: Sequence[Part], shuffle: bool) -> Splits:
-    """Load several sources that are mixed by their weights, until one of them is used up."""
+    """Load several sources that are mixed by their weights, until one of them is used up. All other
+    arguments of `load_splits` are ignored beside a mixture."""
     sources: list[Tables] = []
     for part in mixture:
         opener = Opener(name=None, revision=None, layout=part.layout, columns=part.columns)
