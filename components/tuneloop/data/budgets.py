@@ -1,7 +1,10 @@
 """Rows that are left out, and how many may be: ``data.bad_rows``, ``data.wrong_answers``.
 
-`data/splitting.py` adds bad rows, `data/preparation.py` wrong answers; `data_prep` checks both at
-its end, and `Router` bad rows as soon as there are too many.
+`data/splitting.py: Router` adds bad rows, `data/preparation.py: Tally` wrong answers. The stage
+`data_prep` makes both budgets and checks both at its end; `Router` checks the bad rows while it
+reads, too. `data/preparation.py: report_rows` takes exactly these two, and a third has to be handed
+to it. Rows with too many tokens are counted elsewhere, against the same share
+(`formats/too_long.py`).
 """
 
 import bisect
@@ -12,11 +15,14 @@ from tuneloop.core.errors import UserError, shorten_text
 from tuneloop.formats.rows import split_numbers
 
 Policy = Literal["drop", "refuse"]
-"""What becomes of rows that are wrong: up to a share they are left out, or the data is refused."""
+"""What becomes of rows that are wrong. ``drop``: they are left out, up to a share of the rows.
+``refuse``: a single one refuses the data. It is the type of two options of
+`stages/data_prep.py`."""
 SHOWN = 10
-"""Examples that are kept, and that an error lists."""
+"""Rows that are kept with their reasons for the manifest, and that an error lists. So many bad rows
+also start the early check (`Budget.check_early`)."""
 SHOWN_IN_LOG = 3
-"""Examples that a line on the terminal has room for."""
+"""Rows that the line in the log lists."""
 
 
 @dataclass(frozen=True, order=True)
@@ -34,11 +40,12 @@ class Budget:
     reasons, in the order of files and rows.
 
     Attributes:
-        setting: what decides about them, such as ``data.bad_rows``.
+        setting: what decides about them, such as ``data.bad_rows``; without ``data.`` it is the key
+            of ``facts.dropped``.
         problem: what is wrong with them, as the end of a sentence: ``cannot be used``.
         noun: what is counted: ``rows``.
-        share: the most that may be left out, of all that were read.
-        advice: what helps rather than to correct the rows; empty: nothing else does.
+        share: the largest share that may be left out, from 0 to 1 (``data.drop_at_most``).
+        advice: what the error names first, before the remedy to correct the rows; may be empty.
     """
 
     setting: str
@@ -87,8 +94,15 @@ class Budget:
         raise UserError(self.setting, f"{self.count} of {total} {self.noun}", remedy)
 
     def check_early(self, total: int | None) -> None:
-        """Check the budget before all rows are read, where their number is known or its policy
-        leaves no choice: once there are ten examples to show."""
+        """Check the budget before all rows are read, once `SHOWN` rows are left out.
+
+        Args:
+            total: rows of the source; None: unknown, so that only the policy ``refuse`` can fail
+                early.
+
+        Raises:
+            UserError: as `check`.
+        """
         # A user who sees ten rows corrects more of them at once than one who sees the first.
         if self.count < SHOWN:
             return

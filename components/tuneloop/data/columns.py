@@ -1,7 +1,8 @@
 """Which columns of a table hold what, where the user says so: ``data.columns``.
 
 `data/files.py` takes it as an argument of the source, and `data/layout_tables.py` applies it after
-the layout: what the user names comes before what was recognised.
+the layout: what the user names comes before what was recognised. Layouts name their own columns by
+the same class (`data/layouts/__init__.py: Layout.roles`), and share the functions below.
 """
 
 import re
@@ -26,11 +27,12 @@ from tuneloop.data.readers.strict_json import describe_type, parse_json
 from tuneloop.formats.chat_forms import Message
 
 MISSING = object()
-"""The value of a column that a row has not."""
+"""Stands for the value of a column that a row does not have; null is None."""
 
 
 class Settings(BaseModel, frozen=True, extra="forbid"):
-    """Settings that refuse an unknown key with the nearest one that is known."""
+    """Settings that refuse an unknown key with the nearest one that is known: `Columns`, and
+    `data/files.py: Part`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -46,15 +48,19 @@ class Columns(Settings):
     """Which columns hold what. A name may be a path into a column: ``reward_model.ground_truth``;
     where a column holds JSON text, the path goes on in it.
 
+    A field that is added takes effect in `apply` alone. If it is no path, as `answer_regex`, it has
+    to be excluded in `list_paths`, which says which columns must exist and which count as read. The
+    roles are listed in docs/data.md and in the description of ``columns`` of `stages/data_prep.py`.
+
     Attributes:
         prompt: text or messages; whole conversations, too.
-        messages: the same.
+        messages: another name for `prompt`, which comes first where both are set.
         input: text that follows an instruction after an empty line, where it is not empty (Alpaca).
         system: text of a system message.
         answer: text or a number; None: there are no answers.
         completion: a worked solution that ends in the answer, or a demonstration; None: there is
             none. Text, or (TRL) one message of the assistant.
-        chosen: the better completion of a pair.
+        chosen: the better completion of a pair; ignored where `completion` is set.
         rejected: the worse completion of a pair; None: there are no pairs.
         tools: a list of schemas, or its JSON text.
         metadata: columns for the rewards, or the names that rewards read → columns.
@@ -87,9 +93,7 @@ class Columns(Settings):
         return pattern
 
     def list_paths(self) -> dict[str, str]:
-        """Return what a column is for (`prompt`, `metadata.NAME`, …) → its path, of the columns that
-        are set.
-        """
+        """Return role (`prompt`, `metadata.NAME`, …) → path of its column, for all that are set."""
         paths = self.model_dump(exclude={"metadata", "answer_regex"}, exclude_none=True)
         for name, path in self.metadata_paths.items():
             paths[f"metadata.{name}"] = path
@@ -108,8 +112,8 @@ class Columns(Settings):
         return bool(self.prompt or self.messages)
 
     def check(self, rows: Iterable[JsonMapping], source: str) -> None:
-        """Check that each of these columns is in a row; no more rows are read than that takes.
-        Raises UserError that lists what there is."""
+        """Check that each of these columns is in at least one row. Rows are read until all columns
+        have been seen. Raises UserError that lists the columns that there are."""
         missing = self.list_paths()
         names: set[str] = set()
         # JSON rows need not have all columns: one is missing only where no row has it.
@@ -123,8 +127,18 @@ class Columns(Settings):
             raise UserError(f"data.columns.{role}", path, remedy)
 
     def apply(self, example: Example, values: JsonMapping) -> Example:
-        """Return `example` with what these columns say of a row. Raises BadValue: a value that is
-        not what its column is to hold."""
+        """Return `example` with what these columns say of a row.
+
+        The order of the steps counts: `system` needs the prompt, and `completion` is a solution
+        only if there is an answer by then.
+
+        Args:
+            example: what the layout has read; empty (``Example("", None)``) without a layout.
+            values: the row by column.
+
+        Raises:
+            BadValue: a value is not what its column is to hold.
+        """
         prompt_path = self.prompt or self.messages
         if prompt_path:
             prompt = read_prompt(values, prompt_path)

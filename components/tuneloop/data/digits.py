@@ -1,10 +1,15 @@
 """Digits to reverse: ``reverse 2914 =`` → `` 4192``. A policy learns it from nothing in seconds.
 
+It is the default of ``data.source``, so examples, notebooks and most tests of loops depend on its
+rows: another text of prompt or answer changes the vocabulary that `stages/base_model.py` makes of
+them. `pipelines/dpo.py: DEMO_SIZES` asks it for pairs, of which a source makes none by default.
+
 A share of the SFT demonstrations copies the digits instead of reversing them. Reinforcement
 learning sharpens what a policy does already: after SFT this one can do both and prefers the wrong
 one, so there is something to sharpen. (Random wrong answers in their place teach it nothing to
 choose between, and no gain was seen.) A pair prefers the reversed digits to the copied ones, or to
-fewer digits where both are the same."""
+fewer digits where both are the same.
+"""
 
 import random
 from collections.abc import Iterator

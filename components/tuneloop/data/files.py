@@ -2,7 +2,13 @@
 
 JSON, JSON Lines, CSV, Parquet and Arrow, compressed or not, here or at a URL of the store. Rows are
 unpacked as they are asked for: a file may be larger than the machine's memory. What their columns
-mean follows from the layout, which is recognised (`tuneloop.data.layouts`), or from ``columns``."""
+mean follows from the layout, which is recognised (`tuneloop.data.layouts`), or from ``columns``.
+
+An argument of `load_splits` that names a further file or split belongs into `list_sources`, too.
+Else `digest_source` does not notice that the file has changed, and neither `check_data_files` nor
+`check_pod_paths` of `planning/limits.py` looks for it.
+`tests/unit/stages/test_data_prep.py` has a case for each.
+"""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -22,11 +28,15 @@ from tuneloop.data.layouts import list_layouts
 from tuneloop.data.readers.opening import digest_files, is_on_hub, list_all_files
 
 SPLITS_OF_TABLES = ("eval", "sft", "preference")
-"""Splits that may have a table of their own."""
+"""Splits that may have a table of their own. For each, `load_splits` has two arguments of these
+names (``eval``, ``eval_split``) and an entry in its `choices`."""
 
 
 class Part(Settings):
-    """One source of a mixture. `weight`: its share of the rows, beside those of the others."""
+    """One source of a mixture. `weight`: its share of the rows, beside those of the others.
+
+    A field that is added is read by `_load_mixture`, which hands each to its `Opener`.
+    """
 
     source: str
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -154,7 +164,8 @@ class TableSource:
     """Where a table is read from.
 
     Attributes:
-        setting: of the stage `data_prep`, that names the address or its split.
+        setting: the parameter of the stage `data_prep` that names the address or its split, for
+            messages; `planning/limits.py: list_data_sources` compares it with ``source_args.path``.
         split: of a data set on the hub, or of a folder.
     """
 
@@ -208,7 +219,8 @@ def _choose_separate(
 
 
 def _load_mixture(seed: int, mixture: Sequence[Part], shuffle: bool) -> Splits:
-    """Load several sources that are mixed by their weights, until one of them is used up."""
+    """Load several sources that are mixed by their weights, until one of them is used up. All other
+    arguments of `load_splits` are ignored beside a mixture."""
     sources: list[Tables] = []
     for part in mixture:
         opener = Opener(name=None, revision=None, layout=part.layout, columns=part.columns)

@@ -1,6 +1,9 @@
 """Small functions to write, described in words: ``x times 3 minus 7`` is ``f(x) = x * 3 - 7``.
 
-The reward ``code`` tests the programs that a policy writes for them."""
+The reward ``code`` tests the programs that a policy writes for them: the metadata ``tests`` is in
+the form that `rewards/programs/tests.py` reads. `tests/unit/rewards/test_code.py` proves the
+source.
+"""
 
 import random
 from typing import Annotated
@@ -10,9 +13,10 @@ from pydantic import Field
 from tuneloop.data import Example, Splits
 
 WORDS = {"+": "plus", "-": "minus", "*": "times"}
-"""Operator of Python → the word for it in a prompt."""
+"""Operator of Python → the word for it in a prompt. Operations are applied from left to right, in
+brackets, so precedence does not matter."""
 INPUTS = range(-20, 20)
-"""Numbers that functions are called with, by tests."""
+"""Numbers that tests call a function with; as many as there are limit the argument `tests`."""
 
 
 def load_splits(

@@ -1,7 +1,8 @@
 """Rows of files with what their columns mean: each file is recognised by itself.
 
-`data/files.py` opens addresses by `Opener`. It knows neither splits nor rewards; these are chosen
-later, row by row (`data/splitting.py`, `data/tables.py`).
+`data/files.py` opens addresses by `Opener`. This module does not know which split a row goes to
+(`data/splitting.py`), and only hands on the rewards of a layout (`data/tables.py: RowBuilder`). Its
+tests are `tests/unit/data/test_columns.py`, `test_sources.py` and `test_refused_shapes.py`.
 """
 
 import itertools
@@ -29,9 +30,11 @@ from tuneloop.data.readers.opening import open_files, read_file
 from tuneloop.formats.sequences import LazySequence, chain_sequences
 
 PROBED = 20
-"""Rows at the beginning that decide which layout a file has."""
+"""Rows at the beginning of a file that decide which layout it has. `data/readers/hub.py: FIRST` has
+to be as large: of a stream no more rows are looked at."""
 MESSAGE_COLUMNS = ({"role", "content"}, {"from", "value"})
-"""What a message has, in OpenAI's form and in ShareGPT's."""
+"""The columns of a file whose rows are single messages, in OpenAI's form and in ShareGPT's; for the
+error that such a file is no layout."""
 Addresses = str | list[str]
 """A path, a glob, a folder or a name on the hub, or several."""
 
@@ -46,7 +49,7 @@ class Table:
         layout: of all rows; None where the columns that are set suffice.
         columns: as the user set them, which come before what the layout says.
         stream: all rows in their final order, where they are streamed.
-        unread: columns of the first rows that nothing is read from.
+        unread: columns of the first rows that neither the layout nor `columns` names.
     """
 
     origin: str
@@ -97,7 +100,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Tables:
-    """The rows of all files of an address: a table for each layout that they have."""
+    """The rows of all files of an address: a table for each layout that they have, in the order in
+    which the layouts come first among the files. It decides, with the seed, the order of rows."""
 
     tables: tuple[Table, ...]
 
@@ -120,7 +124,10 @@ class Tables:
 
     def read_examples(self, seed: int | None) -> ExampleStream:
         """Yield an example, or what is wrong, for each row, in an order that `seed` decides.
-        Completions that are good or bad (KTO) become pairs."""
+
+        If one table has the layout ``unpaired-preference``, named here, its completions that are
+        good or bad (KTO) become pairs, and the examples of all tables go through `_pair_up`.
+        """
         examples = self._read_rows(seed)
         names = [table.layout.name for table in self.tables if table.layout is not None]
         return _pair_up(examples) if "unpaired-preference" in names else examples
@@ -146,7 +153,8 @@ class Opener:
         name: the configuration of a data set on the hub.
         revision: branch, tag or commit on the hub.
         layout: the name of the layout of all files; None: each is recognised.
-        answers: a file with more columns of the same rows; None: the one that the layout names.
+        answers: a file with more columns of the same rows; None: the one that the layout's
+            `companion` names. Read only for a layout with a `companion`.
     """
 
     name: str | None
@@ -191,7 +199,8 @@ class Opener:
         return Tables(tuple(tables))
 
     def open_stream(self, path: str, split: str, seed: int | None) -> Tables:
-        """Open rows of the hub that are read as they come."""
+        """Open rows of the hub that are read as they come. Raises UserError as `open`, also if a
+        column that the user names is in none of the first rows."""
         first, stream = hub.stream_split(path, self.name, self.revision, split, seed)
         head = read_head(first)
         if not head:
@@ -210,8 +219,8 @@ class Opener:
         return Tables((table,))
 
     def _choose_layout(self, head: Sequence[Values], file: str) -> Layout | None:
-        """Choose the layout of a file by its first rows; None where the columns that are set
-        suffice. Raises UserError: none fits."""
+        """Choose the layout of a file: the one that the user names, or else the one that its first
+        rows have. None where the columns that are set suffice. Raises UserError: none fits."""
         if self.layout is not None:
             layout = find_layout(self.layout)
             # One row is enough: the user knows better than its neighbours.
@@ -243,7 +252,8 @@ class Opener:
         return columns.model_copy(update={"answer": "answer"})
 
     def _join_companion(self, rows: Rows, files: list[str], companion: Companion) -> Rows:
-        """Join rows with those of a file beside them that have the same key."""
+        """Join rows with those of a file beside them that have the same key. A row that has no
+        partner there is a `BadRow`."""
         key = companion.key
         path = self.answers
         if path is None:
@@ -271,7 +281,14 @@ class Opener:
 
 
 def find_companion(files: Sequence[str], pattern: str) -> str | None:
-    """Find the file beside the only one of `files` that a layout's `companion` names."""
+    """Find the file with more columns that lies beside `files`; None unless `files` is a single
+    one.
+
+    `data/files.py: digest_source` asks it for every layout's pattern, so that the file is digested.
+
+    Args:
+        pattern: `Companion.pattern` of a layout.
+    """
     if len(files) != 1:
         return None
     file = Path(files[0])
@@ -280,8 +297,10 @@ def find_companion(files: Sequence[str], pattern: str) -> str | None:
 
 
 def _pair_up(examples: Examples) -> ExampleStream:
-    """Yield examples, of completions that are good or bad (KTO) pairs where a prompt has both; each
-    is kept until the other comes."""
+    """Yield examples; a good and a bad completion (KTO) of one prompt become one example, a pair.
+
+    A completion is kept in memory until its partner comes. What has none follows at the end.
+    """
     waiting: dict[str, list[Example]] = {}
     for example in examples:
         if isinstance(example, BadRow):
@@ -323,7 +342,10 @@ def list_columns(head: Iterable[Values]) -> str:
 
 
 def list_unread(head: Sequence[Values], layout: Layout | None, columns: Columns) -> tuple[str, ...]:
-    """List the columns that neither a layout nor the user's own columns name."""
+    """List the columns that neither `Layout.columns` nor the user's own columns name.
+
+    What a layout reads besides, such as the column ``input`` of ``alpaca``, is listed all the same.
+    """
     # Many layouts read tools, though their rows can do without.
     paths = ["tools", *columns.list_paths().values()]
     if layout is not None:

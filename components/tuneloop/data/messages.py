@@ -4,7 +4,11 @@ What templates cannot render, or would render as something else, is settled here
 ShareGPT, content as a list of parts, ``content: null``, arguments as JSON text, calls without their
 wrapper. What cannot be settled without changing what a row means is a `BadValue`.
 
-Layouts and columns call it for each row. What it lets pass, `formats/chat_forms.py` can render.
+Layouts and columns call it for each row. What it lets pass, `formats/chat_forms.py` can put to a
+template. The keys of a message that it does not know stay as they are, such as
+``reasoning_content`` (`formats/chat_forms.py: REASONING_KEYS`) and ``tool_call_id``;
+`formats/conversations.py` reads ``weight``. With ``--messages``, `training/fetch.py` refuses any
+key besides role and content.
 """
 
 import re
@@ -41,13 +45,15 @@ ROLES = {
     "function_response": "tool",
     "function-response": "tool",
 }
-"""Roles as data sets write them, in lower case, and what templates call them."""
+"""Roles as data sets write them, in lower case → what templates call them. A role whose content is
+a call belongs into `CALLING_ROLES`, too."""
 EXPECTED_ROLES = "system, user, assistant or tool (or one of ShareGPT's)"
-"""How messages to users name them: the table has 22."""
+"""How errors name the roles of `ROLES`, which are too many to list."""
 CALLING_ROLES = ("function_call", "function-call", "tool_call")
 """Roles of ShareGPT whose content is the call itself, as JSON."""
 JSON_BEGINNINGS = ("[", "{", '"')
-"""How the JSON of a list, an object or a text begins: other text is no damaged JSON."""
+"""How the JSON of a list, an object or a text begins. Text that begins otherwise was not meant as
+JSON, and the error says that a list is expected, not that the JSON is damaged."""
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 """The beginning of a turn in a transcript of Anthropic's HH."""
 
@@ -76,8 +82,11 @@ def parse_messages(value: Any, column: str = "messages") -> list[Message]:
 
 
 def parse_turns(value: Any, column: str) -> list[Message]:
-    """Make OpenAI's messages of turns that may stand anywhere in a chat; else as `parse_messages`.
-    Raises BadValue."""
+    """Make OpenAI's messages of turns that may stand anywhere in a chat, such as a completion.
+
+    It takes what `parse_messages` takes, but the turns need not begin as a chat does. Raises
+    BadValue.
+    """
     is_json_text = isinstance(value, str) and value.lstrip().startswith(JSON_BEGINNINGS)
     if is_json_text:
         value = parse_text(value, f"column {column!r}")
@@ -136,7 +145,10 @@ def parse_tools(value: Any) -> list[JsonObject] | None:
 
 def parse_calls(value: Any) -> list[JsonObject]:
     """Make OpenAI's tool calls of a list of calls, in their wrapper or without it. Raises BadValue:
-    it is no such list, or a call has no name, or arguments that are no object."""
+    it is no such list, or a call has no name, or arguments that are no object.
+
+    Calls that a policy writes are read by `rewards/structures/calls.py: parse_calls`.
+    """
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):
@@ -151,7 +163,7 @@ def get_text(message: JsonMapping) -> str:
 
 
 def _parse_message(message: Any) -> Message:
-    """Make one of OpenAI's messages, with what else the data set says of it. Raises BadValue."""
+    """Make one of OpenAI's messages, with all other keys that the data set has. Raises BadValue."""
     if not isinstance(message, Mapping):
         kind = describe_type(message)
         raise BadValue(f"must be an object with role and content, not {kind}")

@@ -1,7 +1,8 @@
 """What the stage `data_prep` counts of the rows that it reads, refuses of them, and reports.
 
-The stage calls these after all rows are written, in the order that its function has: an earlier
-check explains what would fail a later one.
+The stage calls the checks after all rows are written, in the order that its function has: an
+earlier check explains what would fail a later one. A check that is added is called by
+`stages/data_prep.py: data_prep`. `Tally` counts while rows are written.
 """
 
 import json
@@ -23,7 +24,11 @@ from tuneloop.data.tables import DEFAULT_REWARDS, RowBuilder
 
 
 def log_counts(stage: Stage, counts: Mapping[Split, int], train: int | None, source: str) -> None:
-    """Say how many rows each split has, and where prompts are fewer than `train`, why."""
+    """Log how many rows each split has, and whether there are fewer prompts than asked for.
+
+    Args:
+        train: the number of prompts that the user asked for; None: all.
+    """
     line = describe_rows(counts)
     if train is not None and counts["train"] < train:
         line += f" ({format_count(train, 'prompt')} asked for: {source} has no more)"
@@ -50,8 +55,9 @@ def check_sizes(splits: Splits, sizes: Mapping[Split, Size], counts: Counts, sou
 def check_rewards(
     splits: Splits, sizes: Mapping[Split, Size], counts: Counts, builder: RowBuilder
 ) -> None:
-    """Check that the default reward can score a prompt at all, where prompts are what the source is
-    for. Raises UserError."""
+    """Check that the default reward can score at least one prompt. Raises UserError: it can score
+    none, and prompts are what the source is for. `RowBuilder.hopeless` counts those it cannot
+    score."""
     if not builder.prompts or builder.hopeless < builder.prompts:
         return
     # Beside demonstrations or pairs of the same rows, a few prompts are a by-product.
@@ -77,7 +83,11 @@ def report_rows(
     tally: "Tally",
     builder: RowBuilder,
 ) -> None:
-    """Say in the log and in the facts what was read, and what was left out."""
+    """Say in the log and in the manifest's facts what was read, and what was left out.
+
+    People read these facts; code reads ``recognised`` alone, and ``rows``, which the stage adds
+    (`runs/prepared_data.py`). `tests/unit/stages/test_data_splits.py` compares them.
+    """
     specs = [json.loads(spec) for spec, _ in builder.specs.most_common()]
     facts: dict[str, Any] = {"source": source, "rewards": specs[0] if specs else {}}
     if len(specs) > 1:
@@ -112,6 +122,8 @@ class Tally:
     """Counts of the examined rows, and those whose gold answer their rewards reject.
 
     Attributes:
+        wrong: gold answers that earn less than full marks.
+        examined: rows of all tables.
         hosts: rows by the machine that examined them.
         unchecked: rows without an answer, or without a reward that could check it.
     """
@@ -132,7 +144,8 @@ class Tally:
         self.wrong.check(proved)
 
     def add(self, table: pa.Table) -> pa.Table:
-        """Count the rows of a table; return those whose gold answer is right, or is not checked."""
+        """Count the rows of a table that `data/tables.py: examine_answers` has returned; return
+        those whose gold answer is right, or is not checked."""
         self.examined += table.num_rows
         self.hosts.update(table["host"].to_pylist())
         self.unchecked += table["judges"].null_count

@@ -1,4 +1,9 @@
-"""Tables that are examined by Ray Data, on a cluster or on this machine."""
+"""Tables that are examined by Ray Data, on a cluster or on this machine.
+
+For `data_prep` with ``preparation=ray``; `argo/trainjob.py` makes the RayJob. Rows and their bytes
+have to be those of ``preparation=here`` (`tests/local/test_preparation.py`): so the order is kept,
+and what `data/tables.py: examine_answers` needs has to be picklable.
+"""
 
 import itertools
 import logging
@@ -13,7 +18,8 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.data.tables import ROWS, Examine
 
 WINDOW = 64
-"""Tables in one Ray Data job."""
+"""Tables of `data/tables.py: ROWS` rows in one Ray Data job; so many are in this process's
+memory."""
 
 MapTables = Callable[[Iterable[pa.Table], Examine], Iterator[pa.Table]]
 """Yields what a function makes of each table, in their order."""

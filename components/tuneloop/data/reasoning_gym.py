@@ -1,5 +1,8 @@
 """Tasks of reasoning_gym by name. The metadata has what their verifier needs, for the reward of
-that name."""
+that name (`rewards/reasoning_gym.py`).
+
+`data/layouts/math.py: read_reasoning_gym` writes the same metadata for rows of files.
+"""
 
 import json
 from typing import Any
@@ -19,7 +22,10 @@ def load_splits(n: int, seed: int, *, task: str, config: JsonObject | None = Non
         task: its name in reasoning_gym.
         config: the task's own settings.
 
-    Raises UserError: no such task, settings that it refuses, or a task without gold answers."""
+    Raises:
+        UserError: no such task, or settings that it refuses; while rows are read, a task without
+            gold answers.
+    """
     config = config or {}
     if task not in DATASETS:
         names = sorted(DATASETS)

@@ -1,6 +1,8 @@
-"""What a pipeline needs of its data, and what helps where the data has it not.
+"""What a pipeline needs of its data, and what helps where the data does not have it.
 
-A pipeline states what it cannot do without as the parameter `required` of `data_prep`.
+A pipeline of `pipelines/` states what it cannot do without as the parameter `required` of
+`stages/data_prep.py`, which accepts every split. One that a pipeline requires needs an entry in
+`REQUIREMENTS`: without it, data that has no row for the split ends the stage with a KeyError.
 """
 
 from collections.abc import Sequence
@@ -14,12 +16,13 @@ from tuneloop.data.splitting import Counts
 
 @dataclass(frozen=True)
 class Requirement:
-    """Rows of one form.
+    """Rows of one form, in the words of an error.
 
     Attributes:
         rows: what they are, in the plural.
         columns: how a user names the columns that make a row one of them.
-        command: what trains on them alone.
+        command: what a user can run with rows of this form alone.
+            `tests/unit/data/test_requirements.py` gives each pipeline rows of every form.
     """
 
     rows: str

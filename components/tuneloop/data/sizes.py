@@ -1,4 +1,8 @@
-"""How many rows each split gets, where the user does not say it."""
+"""The splits of data, and how many rows each gets where the user does not say it.
+
+The tables below have a row for each split; `tuneloop.data` names the tables elsewhere. The numbers
+are stated by docs/data.md and the options of `stages/data_prep.py`, too.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,13 +10,16 @@ from typing import Literal, get_args
 
 Split = Literal["eval", "sft_eval", "sft", "preference_eval", "preference", "train"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-"""The splits, in the order in which they take rows from a source that they share."""
+"""The splits. Those with a number take rows from a source that they share in this order
+(`data/splitting.py: Router._list_order`), so another order gives every split other rows.
+`training/pairs.py: SPLITS` is another list: the splits with pairs."""
 HELD_OUT: dict[Split, Split] = {
     "eval": "train",
     "sft_eval": "sft",
     "preference_eval": "preference",
 }
-"""Held-out split → the one whose rows it is taken from."""
+"""Held-out split → the one whose rows it is taken from. `data/splitting.py` fills these first and
+lets them grow, and `describe_rows` counts them beside the other."""
 MADE_TO_ORDER: dict[Split, int] = {
     "eval": 256,
     "sft_eval": 0,
@@ -21,11 +28,13 @@ MADE_TO_ORDER: dict[Split, int] = {
     "preference": 0,
     "train": 10_000,
 }
-"""Rows of a source that makes as many as are asked for."""
+"""Split → its rows by default, of a source that makes as many as are asked for. Pairs are 0, which
+`pipelines/dpo.py: DEMO_SIZES` replaces for digits."""
 MOST_HELD_OUT = 256
+"""The most rows of a file that are held out: the mean of 256 right or wrong answers has a standard
+error of about 3 %."""
 HELD_OUT_SHARE = 0.05
-"""Of a file's rows that many are held out, at most so many: of 256 right or wrong answers the mean has
-a standard error of about 3 % at most."""
+"""The share of a file's rows that is held out, up to `MOST_HELD_OUT` rows."""
 FEWEST_ROWS = 20
 """Rows from which on at least one is held out."""
 
@@ -34,7 +43,8 @@ ROW_NOUNS: dict[Split, str] = {
     "sft": "demonstration",
     "preference": "pair",
 }
-"""Split → what one of its rows is."""
+"""Split → what one of its rows is called, in the order in which `describe_rows` lists them.
+Held-out splits have the noun of theirs in `HELD_OUT`."""
 
 WantedRows = Mapping[Split, int | None]
 """Split → rows that the user asked for; None: by default."""
@@ -42,8 +52,14 @@ WantedRows = Mapping[Split, int | None]
 
 @dataclass(frozen=True)
 class Size:
-    """How many rows a split gets: `number`, or all that remain where it is None. `is_exact`: fewer
-    are an error, as the user set the number."""
+    """How many rows a split gets.
+
+    Attributes:
+        number: of rows; None: all that remain.
+        is_exact: whether fewer rows are an error of `data/preparation.py: check_sizes`, since the
+            user or `MADE_TO_ORDER` has set the number. A held-out split that is not exact also
+            takes further rows of its prompts.
+    """
 
     number: int | None
     is_exact: bool = False
@@ -55,8 +71,9 @@ def choose_sizes(
     """Choose the size of each split.
 
     Args:
+        requested: rows that the user asked for by split.
         rows: how many rows the source has; None: unknown.
-        separate: splits with a table of their own, of which all rows are taken.
+        separate: splits with a table of their own, of which all rows are taken by default.
         is_endless: whether the source makes as many rows as are asked for.
     """
     sizes: dict[Split, Size] = {}
@@ -75,14 +92,19 @@ def choose_sizes(
 
 
 def count_wanted(requested: WantedRows) -> int:
-    """Count the rows of all splits of a source that makes as many as are asked for."""
+    """Count the rows of all splits of a source that makes as many as are asked for: the argument
+    `n` of its ``load_splits``. Files take no notice of it."""
     return sum(
         MADE_TO_ORDER[split] if number is None else number for split, number in requested.items()
     )
 
 
 def count_held_out(rows: int | None) -> int:
-    """Count the rows that are held out of so many: 5 %, at most 256."""
+    """Count the rows that are held out by default.
+
+    Args:
+        rows: of which a share is held out; None: unknown, so the most are held out.
+    """
     if rows is None:
         return MOST_HELD_OUT
     if rows < FEWEST_ROWS:

@@ -1,6 +1,9 @@
 """Sources by name: which one a setting means, its arguments checked, its rows loaded.
 
-`data_prep` loads by it, and `planning/limits.py` asks which files a source reads.
+`stages/data_prep.py` validates its options by the functions ``check_…`` when a run is configured,
+and loads rows by `load_source` in its pod. `planning/limits.py: list_data_sources` follows the rule
+of `find_source_of` by code of its own: a change of what ``data.source`` may mean is made in both,
+and in `check_source` and `check_arguments`.
 """
 
 import functools
@@ -36,7 +39,11 @@ def is_source_name(source: str) -> bool:
 
 def find_source_of(params: Any) -> tuple[str, JsonObject]:
     """Return the source that the parameters of `data_prep` name, and its arguments: a path stands
-    for `FILES`. Raises UserError: a setting of files beside another source."""
+    for `FILES`. Raises UserError: a setting of files beside another source.
+
+    An option of `stages/data_prep.py` that is an argument of `data/files.py: load_splits` has to be
+    in the table `settings` here, or it never gets there.
+    """
     settings = {"layout": params.layout, "columns": params.columns, "mixture": params.mixture}
     file_settings = {name: value for name, value in settings.items() if value}
     source = params.source
@@ -54,8 +61,9 @@ def find_source_of(params: Any) -> tuple[str, JsonObject]:
 
 
 def digest_source_of(params: Any) -> dict[str, str]:
-    """Return the digest of the files that a source reads, to identify their contents; empty if it
-    reads none."""
+    """Return the digest of the files that a source reads, as an entry of the artifact's identity:
+    with other bytes the stage does not take what is committed for its own. Empty if it reads none,
+    or if a dotted path names the source: only a module has a ``digest_source``."""
     try:
         source, arguments = find_source_of(params)
         module = plugins.load_variant("data", source)
@@ -90,7 +98,13 @@ def check_source(source: str) -> str:
 
 def check_arguments(written: JsonObject, info: ValidationInfo) -> JsonObject:
     """Refuse wrong arguments before anything runs, if the source ships with tuneloop and its
-    packages are installed."""
+    packages are installed.
+
+    Args:
+        written: the option ``source_args``.
+        info: has the options that stand before it in the class, of which `source` and `mixture` are
+            read here.
+    """
     arguments = written
     # None: refused already.
     source = info.data.get("source")
@@ -151,8 +165,10 @@ def load_source(source: str, arguments: JsonMapping, n: int, seed: int) -> Split
     Args:
         n: rows that are asked for in all splits together.
 
-    Raises UserError: an unknown source or argument, a wrong type, a package that is not
-    installed."""
+    Raises:
+        UserError: an unknown source or argument, a wrong type, or a package that is not installed.
+            The message names an extra of ``pyproject.toml``, which is chosen here by the source.
+    """
     try:
         load = _find_loader(source, arguments, "source_args.")
     except ImportError as error:

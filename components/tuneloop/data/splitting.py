@@ -5,7 +5,7 @@ Whole conversations and demonstrations go to `sft`, prompts with answers to `tra
 never trained. Rows that are equal in all that a split keeps are taken once.
 
 `data_prep` drives `Router.route` once. The splits that rows get follow from their order alone, so
-that a retry gives the same files.
+that a retry gives the same files. `tests/unit/stages/test_data_splits.py` holds these rules.
 """
 
 import json
@@ -23,7 +23,11 @@ from tuneloop.data.readers.strict_json import check_encodable
 from tuneloop.data.sizes import HELD_OUT, SPLITS, Size, Split
 
 PROMPT_SPLITS = ("train", "eval")
+"""Splits with prompts for RL and its evaluation; `data/tables.py` counts these to find data that
+the default reward cannot score."""
 DEMONSTRATION_SPLITS = ("sft", "sft_eval")
+"""Splits with demonstrations. `Router._is_new` takes any split that is in neither list for
+pairs."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,9 @@ class Form:
     """How prompts become text.
 
     Attributes:
-        chat: whether a plain prompt becomes the user's message.
-        system: what begins every chat that does not begin so itself; None: nothing.
+        chat: whether a plain prompt becomes the user's message (``data.chat``).
+        system: the system message of every chat that has none (``data.system``); None: none is
+            added.
     """
 
     chat: bool = False
@@ -71,12 +76,14 @@ class RoutedRow:
 
 @dataclass
 class Counts:
-    """What became of the rows that were read.
+    """What became of the rows that were read. A count that is added is seen by nobody unless
+    `data/preparation.py: report_rows` states it.
 
     Attributes:
+        read: rows that the streams gave, bad ones included, which may be a share of them.
         taken: rows by split.
         repeated: rows that are equal to one before them.
-        conflicting: prompts that came again, with another answer.
+        conflicting: rows with the prompt of an earlier one and another answer.
         held_back: rows whose prompt is in a split that cannot have them.
         unused: rows beyond the numbers that were asked for, or of a form that no split takes.
         fitting: rows by the splits that they fit by their form, whether these take them or not.
@@ -94,7 +101,12 @@ class Counts:
 
 
 class Router:
-    """Reads the streams of a source, and says of each row which splits it belongs to."""
+    """Reads the streams of a source, and says of each row which splits it belongs to.
+
+    `_list_fitting` decides by the form of a row, `_choose` by its prompt and by the room in splits,
+    `_is_new` by what the splits have already. `stages/data_prep.py` reads `counts`, `sizes` and
+    `total`.
+    """
 
     def __init__(
         self, splits: Splits, sizes: Mapping[Split, Size], form: Form, bad_rows: Budget
@@ -199,7 +211,8 @@ class Router:
         )
 
     def _list_fitting(self, example: Example) -> list[Split]:
-        """List the splits that take an example of this form."""
+        """List the splits that take an example of this form. A split that is added is listed here,
+        or it never gets a row."""
         is_whole = example.is_conversation
         is_pair = example.rejected is not None
         demonstrations = (example.conversation, example.demonstration, example.solution)
@@ -218,7 +231,16 @@ class Router:
         return fitting
 
     def _choose(self, key: int, fitting: list[Split], current: Split) -> list[Split]:
-        """Choose the splits of a row with this prompt among those that it fits."""
+        """Choose the splits of a row among those that it fits.
+
+        Args:
+            key: digest of its prompt.
+            fitting: splits that its form fits, and that share the stream it comes from.
+            current: the split for which the stream is read.
+
+        Returns:
+            Empty where no split takes it; the row is counted then.
+        """
         # All rows of a prompt go where its first one went: what is held out is never trained.
         home = self._homes.get(key)
         if home is not None:
@@ -248,7 +270,11 @@ class Router:
         return split in HELD_OUT and not self.sizes[split].is_exact
 
     def _is_new(self, split: Split, example: Example, prompt: str, tools: str | None) -> bool:
-        """Return whether a split has no row yet that is equal in all that it keeps of this one."""
+        """Return whether a split has no row yet that is equal in all that it keeps of this one.
+
+        Metadata and rewards are not compared: rows that differ in these alone count as repeated. A
+        column of `data/tables.py: SCHEMAS` by which rows of a split differ has to be hashed here.
+        """
         completion = example.completion or ""
         if split in PROMPT_SPLITS:
             content = _hash("prompt", prompt, tools or "")
@@ -310,8 +336,8 @@ def _open_streams(splits: Splits) -> dict[Split, ExampleStream]:
 
 
 def _get_key(example: Example, prompt: str, is_chat: bool) -> str:
-    """Return what two rows of one prompt have in common. Of a whole conversation that is all before
-    its last message; a chat of one message of the user's is the same as its text."""
+    """Return the text by which rows have the same prompt. Of a whole conversation that is all
+    before its last message. A chat of a single message has the key of the bare text."""
     if example.key is not None:
         return example.key
     if not is_chat:

@@ -1,7 +1,14 @@
 """Rows on their way through `data_prep`: table by table, examined here or by Ray, into Parquet.
 
 Between `RowBuilder` and `SplitWriter` a row is a row of `SCHEMA`. The files that are written have
-the columns of `SCHEMAS`, which `formats/rows.py` and every later stage read.
+the columns of `SCHEMAS`, which every later stage reads.
+
+A column that is added to the files is written by `RowBuilder.build`, and has to be in `SCHEMA` and
+`SCHEMAS`: pyarrow drops a key that its schema does not have, without a word. Readers name their
+columns: `inference/generate.py: COLUMNS` for prompts, `training/corpora.py: tokenize_split` for the
+others. Earlier artifacts lack it, so it belongs into `formats/rows.py: OPTIONAL_COLUMNS`; what
+rewards need of it goes into rollouts by `formats/rollouts.py: make_rows` and the `SCHEMA` there.
+`tests/unit/stages/test_data_prep.py` and `test_data_splits.py` test this file.
 """
 
 import functools
@@ -26,12 +33,16 @@ from tuneloop.rewards.proof import prove_answers
 from tuneloop.rewards.scoring import find_reward, parse_spec
 
 Examine = Callable[..., pa.Table]
-"""Adds to a table of `SCHEMA` what `examine_answers` adds."""
+"""Adds to a table of `SCHEMA` the columns that `examine_answers` adds."""
 Preparation = Literal["here", "ray"]
+"""Where tables are examined: an option of `stages/data_prep.py`; ``ray`` is
+`data/ray_tables.py`."""
 ROWS = 1024
-"""Rows in a table, which is a row group of Parquet: this many are in memory at once."""
+"""Rows in a table, which is a row group of Parquet: this many are in memory at once. Another number
+gives other bytes, and so other digests of artifacts."""
 SAMPLED = 32
-"""Gold answers that are judged by a reward whose calls cost (``COSTLY``)."""
+"""How many gold answers of a data set are judged by a reward whose calls cost (``COSTLY``).
+docs/data.md states the number."""
 TEXTS = (
     "row",
     "name",
@@ -47,6 +58,8 @@ TEXTS = (
     "rejected",
     "conversation",
 )
+"""Columns of `SCHEMA` that are text. Of these ``splits`` has names with spaces between them, and
+``judges`` and ``reward`` are specs as `rewards/registry.py: parse_spec` reads them."""
 TEXT = pa.string()
 SCHEMA = pa.schema(dict.fromkeys(TEXTS, TEXT) | {"chat": pa.bool_()})
 """A row that is not examined yet, for any split."""
@@ -63,11 +76,14 @@ SCHEMAS: dict[Split, pa.Schema] = {
     "preference": PAIRS,
     "train": PROMPTS,
 }
-"""Split → the columns of its file."""
+"""Split → the columns of its file. `training/fetch.py` and `training/backends/trl.py` know them by
+name, too."""
 DEFAULT_REWARDS: Mapping[str, float] = {"exact": 1.0}
-"""What judges rows where neither the user nor the source says it."""
+"""What judges rows where neither the user nor the source says it. `RowBuilder.build` compares by
+identity, so that prompts without answers are refused only where nobody asked for these rewards."""
 ALWAYS_WRITTEN = ("eval", "sft", "train")
-"""Splits that have a file also where they have no rows."""
+"""Splits that have a file even if they have no rows: `stages/data_prep.py` returns the numbers of
+their rows as its results."""
 
 
 class RowBuilder:
@@ -75,9 +91,12 @@ class RowBuilder:
 
     Attributes:
         rewards: what the user wants all rows to be judged by; None: what fits a row by its source.
-        reward_args: metadata that all rows get.
+        reward_args: metadata that all rows get. A key replaces the row's own value, and is not
+            merged with it.
+        specs: how many rows each spec of rewards judges.
         prompts: rows that are prompts for RL or its evaluation.
-        hopeless: those of them without an answer that the default reward would compare with.
+        hopeless: those of them without an answer, where the default reward needs one to compare
+            with.
     """
 
     def __init__(self, rewards: Mapping[str, float] | None, reward_args: JsonMapping) -> None:
@@ -90,7 +109,8 @@ class RowBuilder:
         self._sampled: Counter[str] = Counter()
 
     def build(self, routed: RoutedRow) -> JsonObject:
-        """Build the row of an example."""
+        """Build the row of an example, with a value for each column of `SCHEMA`; a missing one is
+        null."""
         example = routed.example
         rewards = self.rewards or example.rewards or DEFAULT_REWARDS
         spec = json.dumps(dict(rewards), sort_keys=True)
@@ -99,7 +119,7 @@ class RowBuilder:
             self.prompts += 1
             self.hopeless += rewards is DEFAULT_REWARDS and example.answer is None
         metadata = example.metadata | dict(self.reward_args)
-        # The rewards `tool_calls` and `json_schema` read them.
+        # The reward `tool_calls` reads them. Tools in the row's own metadata come first.
         if example.tools is not None:
             metadata.setdefault("tools", example.tools)
         return {
@@ -139,7 +159,8 @@ class RowBuilder:
 
 @functools.cache
 def is_costly(name: str) -> bool:
-    """Return whether calls of a reward cost: its module says ``COSTLY = True``."""
+    """Return whether calls of a reward cost: its module says ``COSTLY = True``. No reward that
+    ships does; docs/extending.md tells authors of theirs."""
     plugin = plugins.load_variant("rewards", name)
     # A reward may be a module, or a function of one.
     module = sys.modules.get(getattr(plugin, "__module__", ""))
@@ -147,7 +168,7 @@ def is_costly(name: str) -> bool:
 
 
 def build_tables(rows: Iterable[JsonMapping]) -> Iterator[pa.Table]:
-    """Yield `rows` as tables of `SCHEMA`."""
+    """Yield `rows` as tables of `SCHEMA`; keys that it does not have are dropped."""
     rows = iter(rows)
     while part := list(itertools.islice(rows, ROWS)):
         yield pa.Table.from_pylist(part, schema=SCHEMA)
@@ -161,9 +182,14 @@ def examine_answers(
     ``trouble`` is what is wrong with a gold answer according to the row's judges; null if nothing
     is. ``host`` is the machine where it was examined.
 
+    It runs in processes of Ray, too, which get the table and these arguments alone.
+
     Args:
+        table: of `SCHEMA`; `rewards/proof.py: prove_answers` reads ``answer``, ``solution`` and
+            ``metadata``.
         timeout_s: seconds that one call of a reward may take.
-        progress: see `score_all`."""
+        progress: see `rewards/scoring.py: score_all`.
+    """
     rows = table.to_pylist()
     troubles: list[str | None] = [None] * len(rows)
     # Rows of a mixture have different judges; those of one data set usually share them.
@@ -208,7 +234,8 @@ class SplitWriter:
             self._pending_rows -= ROWS
 
     def close(self) -> None:
-        """Write what is pending. Pairs and held-out demonstrations have no file without rows."""
+        """Write what is pending. A split without rows has a file only if it is in
+        `ALWAYS_WRITTEN`."""
         if self._pending_rows:
             self._write(pa.concat_tables(self._pending))
         if self._file is None and self.split in ALWAYS_WRITTEN:
@@ -217,7 +244,7 @@ class SplitWriter:
             self._file.close()
 
     def _convert(self, table: pa.Table) -> pa.Table:
-        """Return the columns of the split, of rows that are examined."""
+        """Return the columns of the split's file, made of examined rows of `SCHEMA`."""
         numbers = range(self.rows, self.rows + table.num_rows)
         names = [f"{self.split}-{number:06d}" for number in numbers]
         columns = {name: table[name] for name in table.column_names}

@@ -4,6 +4,9 @@ The answer is a letter, or the text of one of ``metadata["choices"]`` (a list of
 of their letters). A completion chooses by its last box, else by its last "The answer is …" or
 "Answer: …", else by all of its text or its last line: ``C``, ``(C)``, ``C. Paris``, ``Paris``. One
 that names two choices has chosen none.
+
+`data/layouts/choices.py` writes such rows. Files without ``choices`` may have a letter as the
+answer.
 """
 
 import re
@@ -16,7 +19,7 @@ from tuneloop.rewards.answers.notation import normalize_notation
 from tuneloop.rewards.outcomes import Unverifiable
 
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-"""LaTeX's plain text in a formula, of which the text is compared."""
+"""LaTeX's plain text in a formula, whose content is compared."""
 LETTER = re.compile(
     r"(?:(?:option|choice|answer)\s*)?\(?([A-Z])(\)?[.:]?)(?![\w'’])\s*(.*)", re.DOTALL
 )

@@ -17,6 +17,10 @@ neither copy nor change it: see `programs.checks` for tests that are code.
 
 ``metadata["code"]`` may hold the limits: `seconds` (of all tests together, see `sandbox`, 4; stay
 below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64).
+
+A key of the metadata is read by `rewards/programs/tests.py: read_tests` and written by
+`data/layouts/code.py`; docs/rewards.md has the table of forms. Tests are
+`tests/unit/rewards/test_code.py` and `test_program_tests.py`.
 """
 
 from collections import Counter
@@ -36,9 +40,11 @@ from tuneloop.rewards.sandbox import (
 )
 
 LIMITS = {"seconds": 4.0, "memory_mb": 256, "output_kb": 64}
-"""The limits of a row that states none."""
+"""The limits of a row that states none. The environment `environments/python.py` has defaults of
+its own, and a remote sandbox its largest values (`inference/sandbox_server.py: Program`)."""
 REASONS = ("error", "timeout", "memory", "output")
-"""The kinds of endings whose shares the breakdown has."""
+"""The kinds of `Ending` whose shares the breakdown has; a kind that is added is left out without a
+word. ``done`` is none of them, and ``escape`` is an outcome of its own."""
 
 check_sandbox("rewards", "code")
 

@@ -1,7 +1,9 @@
-"""How many completions may go without a score, and what is said where more do.
+"""How many completions may go without a score, and what error is raised if more do.
 
-`reward` and `evaluate` check it after scoring (`rewards/stage_scoring.py`). A Retryable lets the
-workflow engine start the stage again, which keeps the scores that it has.
+The stages `reward` and `evaluate` check it after scoring (`rewards/stage_scoring.py`). A Retryable
+lets the workflow engine start the stage again, which keeps the scores that it has. A kind of
+outcome that is added gets its remedy in `_find_remedy`, or else the one for wrong data. Tests are
+in `tests/unit/rewards/test_judges.py` and `tests/unit/stages/test_reward.py`.
 """
 
 from collections import Counter
@@ -11,6 +13,8 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.wording import format_count
 from tuneloop.rewards.outcomes import GARBAGE, OUT_OF_RANGE, Kind, Outcome, may_pass
 
+# Mark in the reason of a failure → what helps. A reason is any text of a reward, so that a mark has
+# to occur in no other reason.
 REMEDIES = {
     OUT_OF_RANGE: (
         "let its module say RANGE = (LOW, HIGH), the interval that its scores are in "
@@ -24,16 +28,21 @@ REMEDIES = {
 
 
 def check_error_budget(stage: str, outcomes: Sequence[Outcome], budget: float) -> None:
-    """See that no more completions than the budget have no score, and that one has.
+    """Check that the completions without a score are within the budget, and that at least one has a
+    score.
+
+    A failure lasts if judging again would give it again (`rewards/outcomes.py: may_pass` says no):
+    a reward raised an error or returned a bad value, or the outcome is ``unverifiable`` or
+    ``escape``.
 
     Args:
-        stage: whose setting ``error_budget`` is `budget`, a share of all completions.
+        stage: name of the stage whose setting ``error_budget`` is `budget`.
+        budget: a share of all completions, from 0 to 1.
 
     Raises:
-        Retryable: there are more, but not without timeouts, crashes and I/O errors, which may not
-            occur in another attempt.
-        UserError: more would occur again: a reward raises an error or returns a bad value, or the
-            outcomes are `unverifiable` or `escape`.
+        Retryable: too many have no score, but those that last are within the budget: the others
+            (timeouts, crashes, I/O errors) may have a score in another attempt.
+        UserError: those that last are already too many.
     """
     failures = [outcome for outcome in outcomes if outcome.score is None]
     if len(failures) <= budget * len(outcomes) and len(failures) < len(outcomes):

@@ -3,7 +3,10 @@
 Python's `eval`, and sympy's `parse_expr`, which calls it, run any code in a text. The author of a
 completion could run code in the judge's process by them, or read the gold answer from a variable.
 The verifiers that evaluate are recognized by the names in their code, so a new task of a library is
-covered without a change here.
+covered without a change here, unless it evaluates by a function that `EVALUATORS` does not have.
+
+`rewards/reasoning_gym.py` is the only user; `tests/unit/rewards/test_evaluated_text.py` runs
+attacks on each of its tasks that evaluates.
 """
 
 import ast
@@ -25,7 +28,9 @@ EVALUATORS: dict[str, Language] = {
     "nsimplify": "sympy",
     "parse_latex": "sympy",
 }
-"""Function that evaluates text → the language of the text."""
+"""Function that evaluates text, by its bare name as code calls it → the language of the text.
+Another language needs a rule in `Evaluation.keep_harmless`, which takes what is not ``python`` for
+sympy."""
 UNREADABLE = ")"
 """A text that is an expression in neither language."""
 EXPRESSION = re.compile(r"[0-9A-Za-z\s+\-*/^().,!]*")
@@ -43,7 +48,8 @@ FORMULA_WORDS = """
     pi oo alpha beta theta phi mu omega
 """
 WORDS = frozenset(FORMULA_WORDS.split())
-"""The words of a formula: functions of sympy that compute from numbers and symbols alone."""
+"""The words of a formula: functions of sympy that compute from numbers and symbols alone. One that
+is added must not evaluate text, open a file or start a program, whatever its arguments."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Form: the whole completion matches a regular expression, ``metadata["format"]["pattern"]``.
 
+It must not be ``TRUSTED``: a completion may let a user's pattern take for ever.
+
 Set it for all prompts with ``--reward-args '{"format": {"pattern": "<think>.*</think>.*"}}'`` of
 `data_prep`.
 """

@@ -1,7 +1,10 @@
 """JSON by a schema: the completion is a JSON value that ``metadata["schema"]`` (JSON Schema, or its
 JSON text) allows, and with ``metadata["json_schema"] = {"equal": true}`` the answer's value.
 
-Thoughts that end with ``</think>`` may come before it, and a fenced block may hold it.
+Thoughts that end with ``</think>`` may come before it, and a fenced block may hold it
+(`rewards/structures/json_text.py`). No layout writes a schema: it comes from ``data.reward_args``
+or a column that ``data.columns.metadata`` names. Tests are in
+`tests/unit/rewards/test_choice_and_json.py`.
 """
 
 from tuneloop.core.json_types import JsonMapping, JsonObject

@@ -1,7 +1,9 @@
 """Call rewards, and turn whatever they do into a verdict.
 
 It runs in a forked process (`rewards/workers.py`), or for trusted rewards in the stage's own
-(`rewards/scoring.py`).
+(`rewards/scoring.py`). The first words of a reason decide what happens next: those that begin with
+`RAISED` or `RETURNED` are not judged again (`rewards/outcomes.py: may_pass`), and
+`rewards/error_budget.py: REMEDIES` looks for `OUT_OF_RANGE` and `GARBAGE`.
 """
 
 import json
@@ -23,13 +25,14 @@ from tuneloop.rewards.outcomes import (
 from tuneloop.rewards.registry import Call
 
 LONGEST_REASON = 300
-"""Characters of a reason."""
+"""Characters of a reason, which is written to the breakdown of its row; the rest is cut off."""
 Pause = Callable[[Call, Outage, float], None]
 """Waits a number of seconds for the judge of a call."""
 
 
 class _Away(Exception):
-    """A call found its judge away."""
+    """A call got no answer of its judge, and is to be made again
+    (`rewards/outages.py: find_outage`)."""
 
     def __init__(self, outage: Outage) -> None:
         self.outage = outage
@@ -48,7 +51,8 @@ class PatientJudge:
         self._failing: set[str] = set()
 
     def judge(self, call: Call) -> Verdict:
-        """Judge a row, however long its judge is away; give up on what the completion may cause."""
+        """Judge a row, however long its judge is away; give up after `TRIES` failures that the
+        completion may have caused (`Outage.is_away` is false)."""
         name = call.reward.name
         failures = 0
         tries = 1 if name in self._failing else TRIES
@@ -72,7 +76,8 @@ def judge_row(call: Call) -> Verdict:
 
     Raises:
         _Away: its judge is to be asked again.
-        MemoryError: there is no memory. Earlier calls may hold some, so a new process has to tell.
+        MemoryError: there is no memory. Earlier calls may hold some, so the process ends, and
+            `rewards/workers.py: Worker` makes the call once more in a new one.
     """
     row = call.row
     parts: Mapping[str, float] = {}

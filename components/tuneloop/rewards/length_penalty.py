@@ -8,10 +8,12 @@ length before that over which it falls linearly from 0.
 from tuneloop.core.json_types import JsonObject
 
 RANGE = (-1.0, 0.0)
-"""The lowest and the highest score. A gold answer must earn the highest one."""
+"""The lowest and the highest score. A gold answer must earn the highest one, if the weight is above
+0 (`rewards/registry.py: compute_full_marks`)."""
 TRUSTED = True
-"""It is called in the stage's own process, without limits of time or memory (`rewards/scoring.py`): it
-must do nothing whose cost a completion decides, such as match a user's regular expression."""
+"""The reward is called in the stage's own process, without limits of time or memory
+(`rewards/scoring.py`): `score` must do nothing whose cost a completion decides, such as match a
+user's regular expression."""
 
 
 def score(completion: str, answer: str, metadata: JsonObject) -> float | None:

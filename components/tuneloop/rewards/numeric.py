@@ -23,7 +23,9 @@ from tuneloop.rewards.answers.forms import Chain, Form, Several, Words, Writing,
 from tuneloop.rewards.answers.notation import DOLLARS, normalize_notation, remove_spaces
 
 NO_ANSWERS = ("proof", "notfound", "not found", "nan", "n/a")
-"""What data sets write where a problem has no answer that can be compared."""
+"""What data sets write where a problem has no answer that can be compared, in lower case: such a
+row is ``unverifiable``. docs/rewards.md lists them; `data/layouts/math.py: NO_ANSWERS` is a list of
+its own."""
 
 
 def score(completion: str, answer: str, metadata: JsonObject) -> float | None:
@@ -43,7 +45,7 @@ def score(completion: str, answer: str, metadata: JsonObject) -> float | None:
 
 
 def write_answers(answer: str, metadata: JsonObject) -> list[str]:
-    """Write `answer` the ways in which a model would state it."""
+    """Write `answer` the ways in which a model would state it, for `rewards/proof.py`."""
     text = find_final_answer(answer).text.strip("*")
     is_plain = isinstance(read_answer(text), Words) and "\\" not in text
     statement = text if is_plain or DOLLARS.search(text) else f"${text}$"

@@ -9,7 +9,9 @@ A judge that is down or has no room (429, 503, a connection that is refused) is 
 as it takes. What a completion may cause (500, an answer that breaks off, a timeout) is tried a few
 times: a policy must not be able to stop its own run.
 
-`rewards/judging.py` asks it of every error that a reward raises.
+`rewards/judging.py` asks it of every error that a reward raises, and then waits by `compute_delay`.
+Who waits reports it by `OutageReport`. `tests/unit/rewards/test_judges.py` raises the errors of
+each client.
 """
 
 import contextlib
@@ -28,14 +30,18 @@ LONGEST_DELAY_S = 60.0
 LONGEST_RETRY_AFTER_S = 3600.0
 """The longest pause that a judge may ask for."""
 REPORT_EVERY_S = 60.0
+"""Seconds between two lines that say that a reward is still away."""
 TRIES = 4
-"""How often a call is made that may fail because of its completion: for seven seconds.
+"""How often a call is made that may fail because of its completion. The pauses between four tries
+are seven seconds.
 
-Where that did not help, the calls that follow are made once, until one has succeeded again."""
+After a call that failed so often, further calls of the reward are made once each, until one
+succeeds."""
 AWAY = (425, 429, 502, 503, 504)
 """Statuses of a judge that has no room, or is not there behind its proxy."""
 PASSING = (408,)
-"""Statuses below 500, besides, that may pass."""
+"""Statuses below 500 that are tried `TRIES` times, as all from 500 on are that are not in
+`AWAY`."""
 REFUSED = {
     "ConnectionRefusedError",
     "gaierror",
@@ -88,7 +94,8 @@ class Outage:
 
     Attributes:
         retry_after_s: the seconds after which it wants to be asked again, if it says so.
-        is_away: it would answer no other call either; else the completion may be the cause.
+        is_away: it would answer no other call either, and is waited for without end; else the
+            completion may be the cause, and the call is made `TRIES` times.
     """
 
     reason: str
@@ -97,7 +104,8 @@ class Outage:
 
 
 def find_outage(error: BaseException) -> Outage | None:
-    """Return the outage that an error of a reward stands for, or one behind it; None for another."""
+    """Return the outage that an error of a reward, or an error behind it, stands for; None if it
+    stands for none."""
     errors = list(_walk_causes(error))
     for cause in errors:
         if isinstance(cause, RewardUnavailable):

@@ -1,11 +1,14 @@
 """Prove gold answers: each has to earn full marks from its own rewards, as a model would state it.
 
-A row's solution, where its data set has one, is scored by all rewards together. A reward that has
-``write_answers(answer, metadata) -> list[str]`` writes besides how a model may state the answer
-(a box, "The answer is …", a tool call), and gives full marks to each. Without a solution of
-its own a row is proved by these alone: what the data set states need not be a completion.
+A row's solution, if its data set has one, is scored by all rewards together. Besides, a reward that
+has ``write_answers(answer, metadata) -> list[str]`` writes how a model may state the answer (a box,
+"The answer is …", a tool call), and has to give full marks to each of these texts. In a row without
+a solution, only the rewards without this function score the bare answer: to the others it need not
+be a completion.
 
-`data_prep` calls it for each table of rows (`data/tables.py`), here or in a process of Ray.
+`data_prep` calls it for each table of rows (`data/tables.py: examine_answers`), here or in a
+process of Ray. A row that fails counts in ``data.wrong_answers``. It is tested through the stage,
+by `tests/unit/stages/test_data_prep.py`.
 """
 
 import json
@@ -30,7 +33,8 @@ def prove_answers(
     """Return for each row what is wrong with its gold answer; None if nothing is.
 
     Args:
-        rows: each with `answer`, `solution` and `metadata` (JSON).
+        rows: each with `answer`, `solution` (equal to the answer where there is none) and
+            `metadata` (JSON).
         rewards: reward → weight; at least one.
         timeout_s: seconds that one call of a reward may take.
         progress: see `score_all`.

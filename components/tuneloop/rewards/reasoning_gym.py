@@ -1,7 +1,7 @@
 """The verifier of the reasoning_gym task that a prompt came from.
 
-``metadata["reasoning_gym"]``, which the source of the same name writes, has the task, its config,
-and the entry that the verifier compares with.
+``metadata["reasoning_gym"]`` has the task, its config, and the entry that the verifier compares
+with. The source `data/reasoning_gym.py` writes it, and the layouts of `data/layouts/math.py`.
 
 Some verifiers evaluate the completion as Python or sympy (`tuneloop.rewards.evaluated_text`). They
 get only text that runs no code; any other is to them a text that cannot be read.

@@ -1,7 +1,8 @@
 """Find rewards by their names, and read which of them judge a row, and with what weights.
 
 `scoring` looks up all rewards before anything is scored, so that an unknown one is refused first,
-and that the processes that judge, which are forked, have them imported.
+and that the processes that judge, which are forked, have them imported. `data/tables.py` and the
+stages use it through `rewards/scoring.py`, which exports its functions.
 """
 
 import contextlib
@@ -23,11 +24,13 @@ from tuneloop.core.json_types import JsonObject
 from tuneloop.rewards.outcomes import Row
 
 LARGEST = sys.float_info.max
+"""The largest weight of a reward."""
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function, and what its module declares.
+    """A reward function, and what its module declares. `find_reward` reads each declaration by its
+    name, and docs/extending.md lists them for authors of rewards.
 
     Attributes:
         name: by which a ``reward_spec`` calls it.
@@ -136,7 +139,8 @@ def parse_spec(text: str) -> Mapping[str, float]:
 def compute_full_marks(spec: Mapping[str, float]) -> float:
     """Compute the most that can be earned under `spec`.
 
-    That is each reward at the end of its range that its weight favours.
+    That is each reward at the end of its range that its weight favours. `rewards/proof.py` demands
+    it of gold answers, and `stages/reward.py` counts the completions that earn it as solved.
     """
     marks: list[float] = []
     for name, weight in spec.items():

@@ -3,8 +3,10 @@
 ``scores.jsonl`` in a resume point has a line for each call of a reward that ended in a verdict of
 its own: the row's number, the reward, the xxh3-64 of what it was given, and the verdict.
 
-A digest of the reward's own file is part of the key, not of what it imports: a changed helper of a
-reward keeps the verdicts of an attempt that goes on.
+The key has a digest of the reward's own file, but of no file that it imports: after a change of a
+helper, an attempt that goes on keeps the verdicts by the old one.
+
+`rewards/stage_scoring.py` commits the file, and `rewards/scoring.py` fills the record.
 """
 
 import json
@@ -16,8 +18,11 @@ from tuneloop.rewards.outcomes import Verdict
 from tuneloop.rewards.registry import Call
 
 FILE = "scores.jsonl"
+"""Has the fields of `Key`, then those of `Verdict`, in each line; another attempt reads it, perhaps
+of another release."""
 FINAL = ("score", "unverifiable", "escape")
-"""Kinds of verdicts that are kept. The others may be scores in another attempt."""
+"""Kinds of verdicts that are kept; a kind that is not here is judged again in another attempt,
+where it may be a score."""
 Key = tuple[int, str, str]
 """The row's number, the reward with the digest of its code, and the digest of the texts."""
 

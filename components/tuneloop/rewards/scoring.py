@@ -26,6 +26,12 @@ by its host: it has no score, but may get one later.
 
 A reward whose judge is away (`tuneloop.rewards.outages`) is called again later, as long as it
 takes: a judge that has no room must cost no score.
+
+`score_all` is called for the stages (`rewards/stage_scoring.py`), for gold answers
+(`rewards/proof.py`), for TRL (`training/backends/trl.py`) and for `tuneloop probe`
+(`local/probe.py`), each with limits of its own. `extensions/provenance/questions.py: _rescore_rows`
+judges stored rows again: an option that changes scores, and is a parameter of the stage `reward`,
+has to be handed on there, too.
 """
 
 import math
@@ -54,9 +60,9 @@ __all__ = [
 ]
 
 REPORTED = 1000
-"""Calls in the stage's own process between two reports of progress, when the stage may also stop."""
+"""Calls of trusted rewards between two reports of progress, at which the stage may also stop."""
 POLL_S = 1.0
-"""The longest wait, in seconds, without a look at whether the stage is to stop."""
+"""The longest wait, in seconds, without a call of `progress`, which may stop the stage."""
 
 
 def score_all(
@@ -115,7 +121,8 @@ def score_all(
 
 
 class _Batch:
-    """Calls that are judged together.
+    """Calls that are judged together, in three steps: each leaves out what an earlier one has
+    judged.
 
     Attributes:
         verdicts: of the calls that are finished.
@@ -198,7 +205,8 @@ def _settle(call: Call, verdict: Verdict) -> Verdict:
 
 
 def _combine(calls: Sequence[Call], verdicts: dict[Call, Verdict]) -> Outcome:
-    """Combine the verdicts of all rewards of a row."""
+    """Combine the verdicts of all rewards of a row: ``escape`` if one is, else the first that is no
+    score, else the weighted sum."""
     settled = [_settle(call, verdicts[call]) for call in calls]
     breakdown = {call.reward.name: verdict.value for call, verdict in zip(calls, settled)}
     for call, verdict in zip(calls, settled):

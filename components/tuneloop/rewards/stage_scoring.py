@@ -1,7 +1,9 @@
 """Scoring in a stage: it stops when the stage does, and keeps the scores for its next attempt.
 
-`reward` and `evaluate` use it. A resume point that it commits has `FILE` alone, and goes with the
-commit of the stage.
+The stages `reward` and `evaluate` use it. A resume point that it commits has `FILE` alone, is named
+by the number of its verdicts, and is deleted when the stage has committed. A stage that uses it
+must have no resume points of its own: `Stage.save_resume` of `core/context.py` deletes the earlier
+ones. Tests are in `tests/unit/rewards/test_judges.py`.
 """
 
 import time
@@ -49,7 +51,11 @@ class ScoringStage:
         workers: int = 1,
         progress: Callable[[int], None] = lambda count: None,
     ) -> list[Outcome]:
-        """Score rows as `score_all` does; what ends it early commits the scores so far."""
+        """Score rows as `score_all` does; what ends it early commits the scores so far.
+
+        An argument of `score_all` that a stage is to set has to be handed on here. `evaluate` sets
+        `timeout_s` alone, so that its judges have no limit of memory.
+        """
 
         def advance(count: int) -> None:
             self.stage.check_stop()

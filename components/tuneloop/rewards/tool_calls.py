@@ -3,8 +3,11 @@
 ``metadata["tools"]`` lists the tools, in OpenAI's form or as ``{"name", "parameters"}`` (a list, or
 its JSON text). The answer is a JSON list of calls: ``{"name", "arguments"}``, or as BFCL's possible
 answers ``{name: {argument: [accepted values]}}``. Calls are compared in any order. ``[]`` says that
-no tool should be called; without an answer any valid calls are right. `structures.calls` lists the
-formats in which a completion may write them.
+no tool should be called; without an answer any valid calls are right. `rewards/structures/calls.py`
+lists the formats in which a completion may write them.
+
+The tools of a prompt come into its metadata by `data/tables.py: RowBuilder.build`, whatever the
+layout.
 """
 
 from collections.abc import Mapping

@@ -5,7 +5,8 @@ then the fields of the `Verdict`. Its first line has the seconds alone and says 
 a line with `AWAY` says that it waits for a judge.
 
 `rewards/scoring.py` drives the workers from one thread. The fork happens in a process that may have
-threads of libraries: the child calls rewards and nothing of the stage.
+threads of libraries: the child calls rewards and nothing of the stage. Tests are in
+`tests/unit/rewards/test_scoring.py` and `test_judges.py`.
 """
 
 import contextlib
@@ -30,13 +31,16 @@ from tuneloop.rewards.sandbox import find_sandbox
 from tuneloop.workflow.settings import PROCESS
 
 AWAY = "away"
-"""In place of a verdict's kind: the process waits for a judge."""
+"""In place of a verdict's kind: the process waits for a judge. The reason and the seconds
+follow."""
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent ends."""
 PATIENCE = 10
-"""How many times its seconds a call may take by the clock, while it computes."""
+"""How many times its seconds a call may take by the clock, while it computes. `HINDERED` of
+`rewards/sandbox/__init__.py` is the same for a program."""
 
 Verdicts = list[tuple[Call, Verdict]]
+"""Calls that a worker is done with, each with its verdict."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,8 @@ def _own_group(pid: int) -> None:
 
 
 def _serve(parent: int, pipe: int, calls: Sequence[Call], limits: CallLimits) -> NoReturn:
-    """Judge in the child, which never returns into the parent's code, and dies when it does."""
+    """Judge in the child. It never returns into the parent's code, and dies when the parent
+    dies."""
 
     def send(*fields: object) -> None:
         # An alarm that the reward left behind would hit what comes next.

@@ -2,7 +2,10 @@
 
 A family of layouts is one file here with a tuple ``LAYOUTS``: adding a layout is one entry, and a
 row of docs/data.md with a sample of five rows. Of the layouts that fit the first rows of a file, the
-one with the most columns is taken, and of equals the one that looks at the values, too."""
+one with the most columns is taken, and of equals the one that looks at the values, too. So a new
+layout may take the files of another: `tests/unit/data/test_layouts.py` reads each sample of
+docs/data.md, and `make golden` writes the table of layouts in docs/templates.md anew.
+"""
 
 import importlib
 import pkgutil
@@ -38,15 +41,19 @@ class Layout:
     """A layout: what its columns are called, and how a row becomes an example.
 
     Attributes:
-        name: as ``data.layout`` takes it.
+        name: as ``data.layout`` takes it; `data/layout_tables.py: Tables.read_examples` knows
+            ``unpaired-preference`` by it.
         title: what it is called in the line that says what was recognised.
-        columns: the columns that every row has; paths into columns are possible.
-        roles: which column holds what, where that says all of a row.
-        read: makes an example of a row's values, where it does not. Raises BadValue: the row cannot
-            be used.
-        summary: where prompt, answer and completions come from.
-        rewards: reward → weight that judges completions of these rows by default; empty: none fits
-            by itself.
+        columns: the columns that every row has; paths into columns are possible. A column that only
+            some rows have is not listed, though `read` or `roles` may read it.
+        roles: which column holds what, where that says all of a row; ignored where there is a
+            `read`.
+        read: makes an example of a row's values, where `roles` do not suffice. Raises BadValue: the
+            row cannot be used.
+        summary: where prompt, answer and completions come from; words for the log and for messages,
+            which nothing compares with `read`.
+        rewards: reward → weight that judges completions of these rows by default; empty:
+            `data/tables.py: DEFAULT_REWARDS`.
         types: path of a column → the types that its values have in Python, where others of the same
             name hold something else.
         fits: whether a row's values are of this layout; None: its columns and types suffice.
@@ -90,8 +97,9 @@ class Layout:
 
 @cache
 def list_layouts() -> list[Layout]:
-    """List all layouts: those with the most columns first, and of these the ones that also look at
-    values. A layout comes before those whose columns are a part of its own."""
+    """List all layouts in the order in which they are tried: those with the most columns first, and
+    of these the ones that also look at values. Of equals the order is that of the modules' names,
+    then that of `LAYOUTS`. A layout comes before those whose columns are a part of its own."""
     layouts: list[Layout] = []
     for module in pkgutil.iter_modules(__path__):
         layouts += importlib.import_module(f"{__name__}.{module.name}").LAYOUTS
@@ -99,7 +107,7 @@ def list_layouts() -> list[Layout]:
 
 
 def _rank(layout: Layout) -> tuple[int, bool]:
-    """Return what layouts are sorted by."""
+    """Return what layouts are sorted by, the smallest first."""
     looks_closer = layout.fits is not None or bool(layout.types)
     return -len(layout.columns), not looks_closer
 
@@ -114,7 +122,11 @@ def find_layout(name: str) -> Layout:
 
 
 def recognise_layout(rows: Sequence[Values]) -> Layout | None:
-    """Recognise the layout that more than half of these rows have; None: there is none."""
+    """Recognise the layout that more than half of these rows have; None: there is none.
+
+    A layout whose `columns` are there is taken even if their values do not fit, but only if no
+    layout fits by its values, too.
+    """
     # Not of all rows: a few that are damaged are dropped later, each with its reason.
     # Where the names fit, and what the columns hold does not, reading a row says what is wrong with
     # it: "unknown columns" would blame names that are right.

@@ -1,6 +1,9 @@
 """What several layouts need: answers in boxes, choices by letter, programs in fences, pairs.
 
-Imported by the families of layouts alone.
+Imported by the families of layouts alone. What is written here is read by rewards: programs in
+fences by `rewards/programs/completions.py: extract_code`, letters by `rewards/choice.py`, and the
+answer of `find_boxed` by `rewards/numeric.py`, which finds boxes by code of its own
+(`rewards/answers/extraction.py: iterate_boxes`).
 """
 
 import ast
@@ -122,7 +125,10 @@ def check_choices(choices: Any, column: str) -> list[str]:
 
 
 def shuffle_choices(right: str, wrong: Sequence[str]) -> tuple[list[str], str]:
-    """Return choices in an order that follows from their text alone, and the right one's letter."""
+    """Return choices in an order that follows from their text alone, and the letter of `right`.
+
+    A choice of `wrong` must not be equal to `right`: the letter is that of the first equal text.
+    """
     choices = [right, *wrong]
     # The same data gives the same letters, whatever seed a run has and however rows are ordered.
     seed = xxhash.xxh3_64_intdigest(json.dumps(choices, ensure_ascii=False).encode())
@@ -163,7 +169,10 @@ def read_sides(values: Values, prompt_column: str) -> Example:
 
 
 def make_pair(prompt: Prompt, chosen: str, rejected: str, values: Values) -> Example:
-    """Make an example of a pair. Raises BadValue: its sides are equal."""
+    """Make an example of a pair, with the column ``tools`` of its row. Raises BadValue: its sides
+    are equal. `data/columns.py: Columns.apply` refuses these by itself for the columns that a user
+    names.
+    """
     if chosen == rejected:
         raise BadValue("chosen and rejected are equal: there is nothing to prefer")
     tools = parse_tools(values.get("tools"))

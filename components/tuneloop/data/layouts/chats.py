@@ -1,4 +1,8 @@
-"""Conversations and instructions: what people fine-tune on."""
+"""Conversations and instructions: what people fine-tune on.
+
+A prompt that ends with the assistant's message is a whole conversation (`Example.is_conversation`):
+`data/splitting.py` gives it to SFT alone, whatever else the example has.
+"""
 
 from dataclasses import replace
 
@@ -80,8 +84,8 @@ def read_prompt_completion(values: Values) -> Example:
 
 
 def read_text(values: Values) -> Example:
-    """Read plain text. It is learned but for its first word, which is what the rest follows: the
-    first token of a text is never learned."""
+    """Read plain text. Its first word is the prompt and the rest the completion: the first token of
+    a text cannot be learned, as nothing comes before it."""
     text = get_text_of(values, "text").strip()
     words = text.split(maxsplit=1)
     # Chinese and Japanese have no spaces between words: the first character is enough.

@@ -1,6 +1,6 @@
 """Multiple choice: the prompt lists the choices by letter, and the answer is a letter.
 
-The metadata is that of the reward `choice`.
+The metadata ``choices`` is read by `rewards/choice.py: read_choices`, in the order of the letters.
 """
 
 import string
@@ -18,6 +18,7 @@ from tuneloop.data.layouts._parts import (
 CHOICE = {"choice": 1.0}
 """The reward of these layouts, and its weight."""
 WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+"""GPQA's columns with the wrong choices."""
 
 
 def read_gpqa(values: Values) -> Example:

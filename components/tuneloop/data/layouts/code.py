@@ -1,6 +1,7 @@
 """Programming tasks with tests, in the forms that the reward `code` reads.
 
-The metadata is read by `rewards/programs/tests.py`.
+The metadata is read by `rewards/programs/tests.py: read_tests`. A key that it does not know is
+ignored without a word, so another form of tests is added there first.
 """
 
 from typing import Any
@@ -102,7 +103,12 @@ def read_livecodebench(values: Values) -> Example:
 
 
 def _convert_case(test: JsonObject, is_call: bool) -> JsonObject:
-    """Return a test of LiveCodeBench: of a function, its arguments are JSON values, one a line."""
+    """Return a test of LiveCodeBench in the form of ``stdin_tests``.
+
+    Args:
+        is_call: whether a function is tested: then the input has its arguments as JSON values, one
+            a line, and the output is a JSON value.
+    """
     text = test.get("input")
     expected = test.get("output")
     if not isinstance(text, str) or not isinstance(expected, str):

@@ -1,6 +1,8 @@
 """Problems with answers that are numbers or formulas.
 
-The reward `numeric` reads the answers as they stand in the data.
+The reward `numeric` reads the answers as they stand in the data. A solution beside an answer has to
+earn full marks from it (`rewards/proof.py`): where a data set's solutions need not, they are
+demonstrations alone (`read_solved`, `read_openr1`).
 """
 
 import re
@@ -21,8 +23,12 @@ from tuneloop.data.layouts._parts import (
 
 NUMERIC = {"numeric": 1.0}
 TRUTH = "reward_model.ground_truth"
+"""Path of the answer in verl's layout."""
 NO_ANSWERS = ("proof", "not found", "notfound", "none", "n/a")
-"""What OpenR1-Math and NuminaMath write for problems that have no answer to compare with."""
+"""What OpenR1-Math and NuminaMath write for problems that have no answer to compare with, in lower
+case. Such rows are demonstrations alone. `rewards/numeric.py: NO_ANSWERS` is a list of its own:
+what it alone has is an answer here, which that reward cannot judge, so the row counts as one of
+``data.wrong_answers``."""
 
 
 def read_gsm8k(values: Values) -> Example:
@@ -120,7 +126,10 @@ def read_reasoning_gym(values: Values) -> Example:
 
 
 def _make_task(task: str, entry: JsonObject, answer: str | None) -> Example:
-    """Make an example of an entry of reasoning_gym, which the verifier of `task` reads whole."""
+    """Make an example of an entry of reasoning_gym, which the verifier of `task` reads whole.
+
+    `data/reasoning_gym.py` writes the same metadata, and `rewards/reasoning_gym.py` reads it.
+    """
     metadata = {"reasoning_gym": {"task": task, "config": {}, "entry": entry}}
     return Example(entry["question"], answer, metadata=metadata)
 

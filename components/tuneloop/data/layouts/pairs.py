@@ -1,4 +1,7 @@
-"""Pairs of a better and a worse completion, and completions that are good or bad."""
+"""Pairs of a better and a worse completion, and completions that are good or bad.
+
+No layout here has `rewards`: nothing but its partner judges a side of a pair.
+"""
 
 from dataclasses import replace
 
@@ -35,7 +38,8 @@ def read_orca_pairs(values: Values) -> Example:
 
 def read_unpaired(values: Values) -> Example:
     """Read TRL's unpaired form (KTO): a completion and whether it is good. A good one is a
-    demonstration; a bad one has a use only in a pair, with a good one of the same prompt."""
+    demonstration. A bad one is used only in a pair, which `data/layout_tables.py: _pair_up` makes
+    with a good one of the same prompt and tools."""
     # Rows behind the first ones, by which the layout was recognised, may hold something else.
     label = values.get("label")
     if not isinstance(label, bool):

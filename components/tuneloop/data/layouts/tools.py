@@ -1,6 +1,8 @@
 """Tool calls that are the answer: xLAM and the Berkeley function-calling leaderboard (BFCL).
 
-The answers are read by `rewards/structures/call_answers.py`.
+The answers are read by `rewards/structures/call_answers.py: read_gold_calls`, in two forms: xLAM's
+calls with their arguments, and BFCL's with the values that each argument may have. The schemas in
+the metadata ``tools`` are read by `rewards/tool_calls.py: read_schemas`.
 """
 
 import json
@@ -15,6 +17,7 @@ from tuneloop.data.layouts._parts import get_text_of, get_value, parse_list
 from tuneloop.data.messages import parse_calls, parse_messages, parse_tools
 
 TOOL_CALLS = {"tool_calls": 1.0}
+"""The reward of these layouts, and its weight."""
 JSON_TYPES = {
     "dict": "object",
     "float": "number",
@@ -36,7 +39,9 @@ JSON_TYPES = {
     "Dict": "object",
     "Bigint": "integer",
 }
-"""Types as BFCL and xLAM write them → as JSON Schema has them."""
+"""Types as BFCL and xLAM write them → as JSON Schema has them. `rewards/structures/schemas.py` has
+a table of the same rows, for schemas that come to rewards in other ways: a type is added to
+both."""
 
 
 def read_xlam(values: Values) -> Example:
@@ -112,7 +117,8 @@ def _convert_xlam_tool(tool: Any) -> JsonObject:
 
 
 def _convert_types(value: Any) -> Any:
-    """Return a schema of BFCL with the types of JSON Schema; ``any`` is no type, and left out."""
+    """Return a schema of BFCL with the types of JSON Schema; the type ``any`` is left out, since
+    JSON Schema has none of that name."""
     if isinstance(value, list):
         return [_convert_types(part) for part in value]
     if not isinstance(value, dict):

@@ -4,7 +4,12 @@ Rows of JSON, JSON Lines and CSV are read by Python's own `json` and `csv`, thos
 Arrow by pyarrow, and the hub and what ``save_to_disk`` wrote by `datasets`. The library `datasets`
 is not used for text files: its JSON reader infers one schema for all rows, so that fields that a
 row has not come back as null, mixed types fail, and of two equal keys the last wins; its CSV reader
-makes 7 of "007" and null of "NA". Neither knows the line that a row stands on."""
+makes 7 of "007" and null of "NA". Neither knows the line that a row stands on.
+
+A reader for another format is a function from an open file and its path to `Rows`, with an entry in
+`data/readers/opening.py: READERS`. `tests/unit/data/test_sources.py` gives every format the same
+rows.
+"""
 
 from dataclasses import dataclass
 
@@ -18,6 +23,8 @@ class Row:
     """The values of a row by column, and the name of the row: ``FILE:LINE`` or ``FILE row N``.
 
     Attributes:
+        values: what JSON can hold; `arrow_files.py: make_row` makes text of dates and decimals, and
+            leaves bytes out.
         nulls: how many fields of nested columns were null and are left out: nested Parquet has a
             field for all rows if one row has it.
     """

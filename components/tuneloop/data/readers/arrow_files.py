@@ -1,7 +1,10 @@
 """Parquet and Arrow: rows by number from files that are mapped into memory.
 
 Nested columns have a field for all rows if one row has it. Fields that are null there are left out,
-as the row's author never wrote them; `Row.nulls` counts them."""
+as the row's author never wrote them; `Row.nulls` counts them.
+
+`hub.py` makes its rows by `make_row`, too.
+"""
 
 import datetime
 import decimal
@@ -58,8 +61,9 @@ def read_arrow(file: BinaryIO, path: str) -> Rows:
 
 
 def make_row(values: JsonMapping, name: str) -> ReadRow:
-    """Make a row of the values of a table. Columns of bytes, such as images, are left out: JSON has
-    no bytes, and no prompt is made of them."""
+    """Make a row of the values of a table. A column of bytes is left out, as JSON has no bytes.
+    Bytes inside a struct or a list stay, and are refused with the row's metadata if they get
+    there."""
     nulls = sum(_count_nulls(value) for value in values.values())
     converted = {
         column: _convert(value) for column, value in values.items() if not isinstance(value, bytes)

@@ -1,6 +1,7 @@
 """CSV and TSV with a header: every value is the text that the file has.
 
-Nothing is made of "007", "NA" or "1e5", as the readers of tables do that infer types."""
+Other readers infer types, and make a number of "007" and null of "NA"; this one does not.
+"""
 
 import csv
 import io

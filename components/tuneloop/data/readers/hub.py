@@ -20,9 +20,10 @@ MARKERS = ("dataset_info.json", "dataset_dict.json")
 NUMBER = "__tuneloop_row__"
 """The column that carries the number of a row, from 1, through a shuffled stream."""
 FIRST = 20
-"""Rows of a stream that are shown in their own order."""
+"""Rows at the beginning of a stream by which its layout is recognised; not fewer than
+`data/layout_tables.py: PROBED`."""
 BUFFER = 10_000
-"""Rows among which a stream is shuffled."""
+"""Rows among which a stream is shuffled; they are in memory at once."""
 
 
 def is_saved(path: str) -> bool:
@@ -45,8 +46,15 @@ def load_split(path: str, name: str | None, revision: str | None, split: str) ->
 def stream_split(
     path: str, name: str | None, revision: str | None, split: str, seed: int | None
 ) -> tuple[list[ReadRow], Iterator[ReadRow]]:
-    """Read one split from the hub without keeping it, in the order of a buffer of 10,000 rows that
-    `seed` shuffles (None: as it is). Return its first rows, in their own order, and all rows."""
+    """Read one split from the hub without keeping it.
+
+    Args:
+        seed: of the order, in which a row moves by about `BUFFER` rows; None: the order of the data
+            set.
+
+    Returns:
+        The first rows in the order of the data set, and all rows in the order of `seed`.
+    """
     loaded = _load(path, name, revision, split, streaming=True)
     title = f"{path}[{split}]"
     # Numbered before they are shuffled: a row is named by where it stands in the data set.

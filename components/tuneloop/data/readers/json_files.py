@@ -1,7 +1,10 @@
 """JSON Lines and JSON: rows by number, each parsed when it is asked for.
 
 A file of lines is not copied: eight bytes a row are in memory. The elements of an array, or objects
-one after another, are found by one pass over the file, and copied to a temporary file (``TMPDIR``)."""
+one after another, are found by one pass over the file, and copied to a temporary file (``TMPDIR``).
+
+`local/probe.py` reads a row by `index_lines`, too, and `csv_files.py` uses `check_encoding`.
+"""
 
 import bisect
 import codecs
@@ -19,7 +22,7 @@ from tuneloop.data.readers.strict_json import describe_type, parse_json
 from tuneloop.formats.sequences import LazySequence
 
 PROBED = 50
-"""Lines that decide which form of JSON a file has."""
+"""Lines at the beginning of a file that decide which form of JSON it has."""
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 """How UTF-16 begins, which Windows' tools write by default."""
 BLANK = b" \t\r\n\f\v\xef\xbb\xbf"
@@ -28,7 +31,7 @@ BLANK = b" \t\r\n\f\v\xef\xbb\xbf"
 
 def read_json(file: BinaryIO, path: str) -> Rows:
     """Read a file of JSON: an object a line, one array of objects, objects one after another, or
-    one object that holds such an array. Raises UserError where it is neither."""
+    one object that holds such an array. Raises UserError: it is UTF-16, or none of these forms."""
     check_encoding(file, path)
     return index_lines(file, path) if _has_lines(file) else index_values(file, path)
 

@@ -1,8 +1,8 @@
 """Where the values of a JSON file begin and end: of an array, or of objects one after another.
 
-The file is read in blocks, and of it only the value at hand is in memory.
+The file is read in blocks, so that little more than one value is in memory.
 
-`json_files` alone uses it.
+`json_files.py` alone uses it, and parses each text again by `strict_json.py`, which refuses more.
 """
 
 import codecs

@@ -1,7 +1,8 @@
 """From what a user writes to rows: a file, several, a glob, a folder, or a data set of the hub.
 
-`data/files.py` and `data/layout_tables.py` open rows by it; `planning/limits.py` asks the same
-functions which files a run would need.
+`data/files.py` and `data/layout_tables.py` open rows by it. `planning/limits.py` and
+`planning/pod_paths.py` ask the same functions which files a run would need, and `data/sources.py`
+whether a setting means a place or the name of a source.
 """
 
 import glob
@@ -34,10 +35,14 @@ READERS: dict[str, Callable[[BinaryIO, str], Rows]] = {
     ".arrow": read_arrow,
     ".feather": read_arrow,
 }
-"""Suffix of a file → what reads it."""
+"""Suffix of a file → what reads it: an open file that can be sought, and its path for messages.
+Files in a folder with any other suffix are passed over without a word."""
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 """Suffix of a compressed file → pyarrow's name of its compression."""
 SUFFIXES = ", ".join(READERS)
+# Words in the path of a file below its folder. The split `train` takes the files that `TRAINED`
+# matches, or else all that `HELD_OUT` does not match; any other split takes those with its very
+# name.
 HELD_OUT = re.compile(r"(^|[^a-z])(test|eval|evaluation|valid|validation|val|dev)([^a-z]|$)")
 TRAINED = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
 BLOCK = 1 << 22
@@ -86,7 +91,9 @@ def _is_for_datasets(address: str) -> bool:
 
 
 def list_files(pattern: str, split: str) -> list[str]:
-    """List the files that a path, a glob, or a folder's `split` names, sorted. Raises UserError."""
+    """List the files that a path, a glob, or a folder's `split` names, sorted. A file that a path
+    names need not exist. Raises UserError: a folder has no file of the split, or a glob matches
+    none."""
     folder = Path(pattern)
     is_stored = local_path(pattern) is None
     if is_stored and _find_suffix(pattern):
@@ -138,8 +145,8 @@ def has_known_suffix(path: str) -> bool:
 
 
 def list_all_files(addresses: Sequence[str], split: str) -> list[str]:
-    """List the files that several texts name; a data set of `datasets` is what it is called. Raises
-    UserError."""
+    """List the files that several texts name. A data set that `datasets` reads is listed by its own
+    name. Raises UserError as `list_files`."""
     files: list[str] = []
     for address in addresses:
         if _is_for_datasets(address):
@@ -151,7 +158,11 @@ def list_all_files(addresses: Sequence[str], split: str) -> list[str]:
 
 def digest_files(sources: Sequence[tuple[str, str]]) -> str | None:
     """Digest the bytes of all files of addresses, each with the split that is read of it. None: a
-    file cannot be read. Of a data set on the hub, which a revision pins, the name is digested."""
+    file cannot be read.
+
+    Of a data set on the hub only the name is digested: that its rows have changed is not noticed. A
+    revision pins them.
+    """
     state = xxhash.xxh3_128()
     for address, split in sources:
         if is_on_hub(address):
@@ -172,7 +183,8 @@ def digest_files(sources: Sequence[tuple[str, str]]) -> str | None:
 
 
 def _list_bytes(address: str, split: str) -> Iterator[str]:
-    """Yield all files whose bytes decide about rows: of ``save_to_disk`` each that it wrote."""
+    """Yield all files whose bytes decide about rows: those of the split, or all of a folder that
+    ``save_to_disk`` wrote."""
     if hub.is_saved(address):
         for path in sorted(Path(address).rglob("*")):
             if path.is_file():
@@ -190,8 +202,11 @@ def _find_suffix(path: str) -> str | None:
 
 
 def _choose_split(files: list[str], folder: str, split: str) -> list[str]:
-    """Choose the files of a split by their names, as `datasets` does; without such names all are
-    for training."""
+    """Choose the files of a split by words in their paths below the folder.
+
+    ``train`` takes the files that are named so, or else all that are not named as held out. Any
+    other split takes only the files with its own word: ``validation`` does not find ``val.jsonl``.
+    """
     names = {file: os.path.relpath(file, folder).lower() for file in files}
     if split == "train":
         trained = [file for file in files if TRAINED.search(names[file])]

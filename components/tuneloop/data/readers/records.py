@@ -1,6 +1,6 @@
 """Records in a temporary file (``TMPDIR``), read by number: memory has eight bytes of each.
 
-Readers whose files cannot be read by number keep rows here.
+`csv_files.py` and `json_files.py` keep rows here where a file cannot be read by number.
 """
 
 import tempfile
@@ -12,14 +12,16 @@ from typing import Any
 class RecordFile(Sequence[bytes]):
     """Records of bytes in the order in which they were appended.
 
-    The file has no name and goes with this object."""
+    An index must not be negative and no slice. The file has no name and goes with this object.
+    """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - read as long as there are rows
         self._ends = array("q")
 
     def append(self, record: bytes) -> None:
-        """Add a record at the end; no record may have been read before."""
+        """Add a record. No record may have been read before, as reading moves the place of
+        writing."""
         self._file.write(record)
         self._ends.append(self._file.tell())
 

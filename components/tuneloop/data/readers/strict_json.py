@@ -4,6 +4,9 @@ Refused are NaN and infinite numbers, a key that an object has twice, half of a 
 values nested deeper than `DEPTH`.
 
 Messages begin with a verb: callers put the name of the row or the column before them.
+
+It reads rows of the user and JSON text in their columns. JSON that a policy writes is read by
+`rewards/structures/json_text.py: parse_json`, which is as strict about keys and constants.
 """
 
 import json
@@ -15,8 +18,8 @@ from tuneloop.core.json_types import JsonObject
 from tuneloop.data import BadValue
 
 DEPTH = 64
-"""The deepest nesting. Templates and the libraries around them recurse into values, and no data set
-has a dozen levels."""
+"""The deepest nesting of lists and objects. Templates and the libraries around them recurse into
+values; data sets have fewer than a dozen levels. docs/data.md states the number."""
 TOO_DEEP = f"is nested deeper than {DEPTH} levels"
 
 

@@ -1,16 +1,19 @@
 """Find where brackets close, and split text outside of them.
 
-It is called with text that `notation` has brought to one form.
+`rewards/answers/forms.py` calls it with text that `rewards/answers/notation.py` has brought to one
+form. It is tested through the reward, by `tests/unit/rewards/test_numeric.py`.
 """
 
 import re
 
 CLOSING = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
-"""Opening bracket → the one that closes it."""
+"""Opening bracket of a tuple, an interval or a set → the one that closes it;
+`forms.py: _read_brackets` reads what stands between. `split_outside_brackets` and `measure_depth`
+look for ``([{`` by themselves."""
 LEVELS = dict.fromkeys(CLOSING, 1) | dict.fromkeys(CLOSING.values(), -1) | {"{": 1, "}": -1}
 """Bracket → how it changes the depth."""
 TOKEN = re.compile("|".join(map(re.escape, LEVELS)) + r"|\\?.", re.DOTALL)
-"""A bracket, or a sign. A sign after a backslash is no bracket by itself."""
+"""A bracket of `LEVELS`, or any other sign, with the backslash before it."""
 
 
 def closes_at_end(text: str) -> bool:
@@ -24,8 +27,8 @@ def closes_at_end(text: str) -> bool:
 
 
 def split_outside_brackets(text: str, separators: tuple[str, ...]) -> list[str]:
-    """Split a text at separators that stand in no bracket: one of ``( [ {``, escaped or not. A
-    ``\\langle`` is none here, and `forms.py` writes it as ``(`` only afterwards.
+    """Split a text at separators that stand in no bracket. Brackets are ``( [ {``, escaped or not,
+    but not ``\\langle``.
 
     Args:
         text: LaTeX.

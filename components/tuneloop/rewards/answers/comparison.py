@@ -2,6 +2,8 @@
 
 The gold answer sets the form. What it states (brackets, all items of a list, a base, a direction)
 the candidate has to state, too. A unit or a name may be left out, but not be another one.
+
+docs/rewards.md has the rules as a table, and `tests/unit/rewards/test_numeric.py` a case for each.
 """
 
 from collections.abc import Sequence
@@ -27,12 +29,18 @@ from tuneloop.rewards.answers.values import (
 )
 
 PERCENT = sympy.Rational(1, 100)
+"""The value of a percent sign."""
 MOST_ITEMS = 60
-"""Items of the longest list whose items are compared in any order."""
+"""The most items of a list that is compared in any order, which takes the square of their number; a
+longer list has to be written as the gold answer is."""
 
 
 def is_same(gold: Form, candidate: Form) -> bool:
-    """Return whether `candidate` states the answer `gold`."""
+    """Return whether `candidate` states the answer `gold`.
+
+    A form without a case here is equal to nothing, not even to itself. The reward accepts an answer
+    that is written as the gold answer before it asks this function (`rewards/numeric.py: score`).
+    """
     gold = _unwrap(gold)
     candidate = _unwrap(candidate)
     match gold, candidate:

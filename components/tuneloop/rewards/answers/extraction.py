@@ -1,7 +1,8 @@
 """Find the final answer that a completion states: a box, "The answer is …", or its last expression.
 
 The rewards `numeric` and `choice` begin with it. Its rules decide which completions are right: a
-change is tried on the recorded answers of `tests/unit/rewards` first.
+change is tried on the recorded answers of `tests/unit/rewards` first (`test_numeric.py`,
+`test_dollars.py`, `test_choice_and_json.py`).
 """
 
 import re
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+"""The beginning of a box. `rewards/answers/notation.py: WRAPPERS` and, for data sets,
+`data/layouts/_parts.py: find_boxed` know the same two commands."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 JOINED = re.compile(
     r"(?:[\s$.,;:*]|\\\]|\\\[|\\\(|\\\)|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*"
@@ -18,11 +21,15 @@ JOINED = re.compile(
 STATED = re.compile(
     r"(?:\banswers?\b[*_]*[ \t]*(?:is|are|would be|will be|=|:)|####)[*_ \t:]*", re.IGNORECASE
 )
+"""What announces an answer. docs/rewards.md lists the words, and `rewards/numeric.py` and
+`rewards/choice.py` write gold answers by them (`write_answers`)."""
 # A full stop after a title or in a name of a place, as in St. Lucia, ends no sentence.
 SENTENCE_END = re.compile(
     r"(?<!\bSt)(?<!\bMt)(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)[.!](?=\s|$|\*)|\n"
 )
 THOUGHTS_END = "</think>"
+"""What ends a model's reasoning; the answer is looked for behind it.
+`rewards/structures/json_text.py` has the same mark for JSON and tool calls."""
 MATH = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$(?=\S)([^$]+?)(?<=\S)(?<!\\)\$(?!\d)",
     re.DOTALL,
@@ -33,6 +40,7 @@ NUMBER = re.compile(
     r"(?<![\w.,])[-+]?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
     r"(?:\s?/\s?\d+(?![\d/]))?(?:\s?\\?%)?"
 )
+"""A number in prose, with a currency, thousands, a denominator or a percent sign."""
 TAIL = 20_000
 """Characters at the end of a completion in which a statement or an expression is looked for."""
 

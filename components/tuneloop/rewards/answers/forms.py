@@ -2,8 +2,10 @@
 
 `read_answer` returns one of the forms below, decided by the text alone. `comparison` compares them.
 
-A reader that is added goes into `READERS`, before those that would take its text, and gets a case
-in `comparison.is_same`.
+A reader that is added goes into `READERS`, before those that would take its text. A form that is
+added goes into `Form`, and needs a case in `rewards/answers/comparison.py: is_same`: without one it
+is equal to nothing. `rewards/numeric.py: _is_prose` decides whether a sentence may be read as it.
+`tests/unit/rewards/test_numeric.py` tests all of them.
 """
 
 import re
@@ -22,7 +24,8 @@ from tuneloop.rewards.answers.units import name_unit
 LONGEST = 1000
 """Characters of the longest answer that is read; of a longer one only the writing is compared."""
 LONGEST_VALUE = 400
-"""Characters of the longest expression that is computed."""
+"""Characters of the longest expression that is computed. This limit and the next ones keep the
+parser of `rewards/answers/values.py` from taking longer than a reward may."""
 DEEPEST = 12
 """The deepest nesting of lists and brackets that is read."""
 DEEPEST_VALUE = 8
@@ -47,15 +50,19 @@ SEPARATOR_WORD = re.compile(
 )
 RELATION = re.compile(r"(\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|<|>)")
 LETTERS = re.compile(r"[^\W\d_]+")
+"""Letters in a row, of any script."""
 WORDS = re.compile(r"[^\W\d_]+(?:[ \-'’.]+[^\W\d_]+)*")
 VARIABLES = frozenset("abcdkmnpqrstxyz")
 """Letters of which up to three in a row are a product of variables, not a word."""
 NAME = re.compile(r"[A-Za-z]|\\(?:theta|alpha|beta|gamma|phi|lambda|mu)")
+"""A variable between whose bounds an inequality puts it."""
 LABEL = re.compile(
     r"(?=[A-Za-z\\])(?:\\(?!frac|sqrt|pi|infty|cdot|times|div|log|ln|binom|text)[a-zA-Z]+"
     r"|\\text\s*\{[^{}]*\}|[A-Za-z']|\s|_\{?\w+\}?|\^\{?(?:-1|[A-Za-z'])\}?"
     r"|\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\})+"
 )
+r"""The first side of an equation that only names its value: ``x``, ``f(x)``, ``\text{Area}``.
+Commands that begin a value, and no name, are excluded (``frac``, ``sqrt``, …)."""
 UNIT = re.compile(r"(.*\S)\s*\\text\s*\{([^{}]*)\}\s*(\^\s*\{?-?\d\}?)?")
 PLAIN_UNIT = re.compile(
     r"([-+]?(?:\d[\d.,]*|\\frac\{\d+\}\{\d+\}|\(\d+\+\\frac\{\d+\}\{\d+\}\)))\s*"
@@ -74,9 +81,11 @@ CHOICES = (
     re.compile(r"\((?:\\text\s*\{)?([A-Z])\}?\)"),
     re.compile(r"([A-Z])[).]"),
 )
+"""Letters of multiple choice: they are `Words`, and `comparison.py` tells their case apart."""
 CHOICE_AND_TEXT = re.compile(r"(?:\\text\s*\{\s*\(([A-Z])\)\s*\}\s*|\(([A-Z])\)\s+)(\S.*)")
 MATRIX = re.compile(r"\\begin\{([pbvBV]?)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
 FOREIGN_SIGNS = frozenset(',;:=<>%$#&~?"`@\\')
+"""Signs that no expression has that is computed: with one an answer is compared by its writing."""
 DIGITS_APART = re.compile(r"\d\s+[\d.]")
 
 
@@ -122,7 +131,9 @@ class Ordered:
     """Items in their order, between two marks that say what they are.
 
     The marks are the brackets of a tuple or an interval. Of a ratio, a matrix, an inequality, a
-    number with its base, or a time, `opening` names the kind, and `closing` is empty.
+    number with its base, or a time, `opening` names the kind, and `closing` is empty. Two are the
+    same if both marks are, so a kind that is added this way needs no case in
+    `comparison.py: is_same`.
     """
 
     opening: str
@@ -168,8 +179,11 @@ def read_answer(text: str) -> Form:
 
 
 def _read(text: str, depth: int) -> Form:
-    """Read the form of a text by the first of `READERS` that knows it; `depth`: how many forms may lie in
-    one another.
+    """Read the form of a text by the first of `READERS` that knows it, or else as a value.
+
+    Args:
+        text: in the notation of `normalize_notation`.
+        depth: how many forms may still lie in one another; at 0 the text is a `Writing`.
     """
     text = text.strip()
     if not text or depth == 0:
@@ -418,4 +432,6 @@ READERS: tuple[Callable[[str, int], Form | None], ...] = (
     _read_ratio,
     _read_plus_minus,
 )
-"""What is tried in turn; the first that recognizes the text reads it."""
+"""Functions from a text and a depth to its form, or None; they are tried in turn, and the first
+that knows the text reads it. Another order reads other forms: `(1, 2)` is brackets, `x = 1, 2` a
+list."""

@@ -3,6 +3,9 @@ r"""Whether an answer is worked out: a number as such, and not the sum that the 
 A completion that repeats ``23 + 45`` states something equal to 68 and has not computed it. A gold
 answer that is a number is answered by a number: ``68``, ``68.0`` or ``6.8 \times 10^1``. A
 fraction, a decimal or a mixed number may be answered by any of the three.
+
+`rewards/answers/comparison.py: is_same` asks it before it compares two values.
+`tests/unit/rewards/test_worked_out.py` has its cases.
 """
 
 import re

@@ -1,12 +1,16 @@
 """Bring the writing of an answer in LaTeX, or in plain text, to one form; its meaning stays.
 
 Both sides of every comparison go through it, so that it may only make equal what means the same.
+Readers of its result know no other spelling: the patterns of `rewards/answers/forms.py` expect
+``\\text{…}``, ``\\frac{…}{…}``, ``\\le`` and ``\\ge``, and `rewards/choice.py` reads plain text by
+it.
 """
 
 import re
 
 LONGEST = 5000
-"""Characters of the longest text whose notation is changed; no answer is longer."""
+"""Characters of the longest text whose notation is changed. `forms.py` reads no answer of more than
+1000 characters, but the text of a whole completion may come here, too."""
 SIGNS = {
     "−": "-",
     "–": "-",
@@ -29,6 +33,7 @@ SIGNS = {
     "\u2009": " ",
     "\u202f": " ",
 }
+"""Sign of Unicode → how LaTeX or ASCII writes it."""
 SIGN_TABLE = str.maketrans(SIGNS)
 SPELLINGS = [
     (re.compile(pattern), replacement)
@@ -74,11 +79,13 @@ WRAPPERS = [
     re.compile(r"\\\[(.*)\\\]", re.DOTALL),
     re.compile(r"(?:\\boxed|\\fbox)\s*\{(.*)\}", re.DOTALL),
 ]
+"""Delimiters of formulas, and boxes, around a whole answer; `_unwrap` takes them off."""
 REPEATING = re.compile(r"(?<!\d)(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 MIXED = re.compile(r"(?<![\d.}\w])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}")
 MIXED_PLAIN = re.compile(r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d./])")
 PLAIN_FRACTION = re.compile(r"(?<![\d./}\w])(\d+)\s*/\s*(\d+)(?![\d./!^])")
 DOLLARS = re.compile(r"(?<!\\)\$")
+r"""Dollars that delimit formulas. One of a price is written ``\$`` first (`_keep_currency`)."""
 
 
 def normalize_notation(text: str) -> str:

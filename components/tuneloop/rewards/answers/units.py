@@ -1,6 +1,7 @@
 """Bring the names of units to one spelling.
 
-`forms` takes the words after a number for a unit and names it by this.
+`rewards/answers/forms.py: _split_unit` takes the words after a number for a unit and names it by
+this. Two units are compared as texts: nothing is converted, and 1 m is not 100 cm.
 """
 
 import re
@@ -29,7 +30,7 @@ UNIT_NAMES = {
     "liter": "l",
     "litre": "l",
 }
-"""Word → its replacement, which may be several words."""
+"""Word in the singular or the plural → its replacement, which may be several words."""
 SINGULAR = re.compile(r"(?<=[a-z]{2})(?<!s)s\b")
 """The s of a plural: at the end of a word, after two letters, not of a double s (glass)."""
 

@@ -4,7 +4,9 @@ math-verify parses them, and sympy evaluates them at some points with 40 digits.
 simplified, so no answer takes long to compare.
 
 Parsing and evaluating run in the process of the reward, whose time is limited
-(`rewards/workers.py`).
+(`rewards/workers.py`). The limits of `rewards/answers/forms.py` on an expression's length and depth
+are checked before; those below, on its size, after it is parsed.
+`tests/unit/rewards/test_numeric.py` has the expressions that must not be computed.
 """
 
 import functools
@@ -18,8 +20,8 @@ import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse
 
-# Its own time limits are alarms, which work in a main thread only and do not stop C code. The
-# parent's clock limits ours, so it need not warn once that its limit is off.
+# math-verify's own time limits are alarms, which work in a main thread only and do not stop C code,
+# so they are off (`parsing_timeout=None`), and its warnings that they are off are silenced.
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
@@ -32,9 +34,10 @@ ROUNDED = sympy.Float("1.5e-6")
 LARGEST = 1e5
 """The largest decimal exponent that is computed; of a larger number the writing is compared."""
 MOST_OPERATIONS = 400
-"""Of an expression that is computed; of a longer one the writing is compared."""
+"""The most operations of an expression that is computed; of a longer one the writing is compared
+(`rewards/numeric.py: score`)."""
 POINTS = (sympy.Rational(7312, 9973), sympy.Rational(23981, 7919), sympy.Rational(-13711, 9001))
-"""Where expressions with variables are compared: no value of theirs is special."""
+"""Values of variables for which expressions are compared. None is special, as 0 or 1 would be."""
 DECIMAL = re.compile(r"\d*\.\d+")
 EXTRACTION = [
     LatexExtractionConfig(
@@ -48,7 +51,8 @@ EXTRACTION = [
         )
     )
 ]
-"""The parser drops no units: `forms` has taken them off."""
+"""How math-verify normalizes an expression. It drops no units, since `forms.py` has taken them
+off."""
 
 
 @functools.lru_cache(maxsize=8192)

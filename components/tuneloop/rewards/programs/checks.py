@@ -7,7 +7,9 @@ the results, which are literals and nothing else. Where later calls depend on ea
 are repeated, up to `ROUNDS` times.
 
 The reward `code` calls `run_check`. The text of `TEST_SIDE` and `PROGRAM_SIDE` runs in the sandbox,
-which has the standard library alone.
+which has the standard library alone. Neither type checks nor linters see that text: `_run_tests`
+calls its function `run_tests` by position, and `_write_calls` its function `make_calls`.
+`tests/unit/rewards/test_program_tests.py` tests it.
 """
 
 import ast
@@ -22,7 +24,8 @@ from tuneloop.rewards.programs.tests import Check
 from tuneloop.rewards.sandbox import Ending, Limits, run_in_sandbox
 
 ROUNDS = 6
-"""How often the program may be asked, each time with more results known."""
+"""How often the program may be asked, each time with more results known. Each round starts three
+interpreters. If a call still has no result after the last round, all tests fail."""
 
 ENCODE = '''
 def encode(value):
@@ -152,7 +155,8 @@ class CheckResult(NamedTuple):
 
 
 class _TestRun(NamedTuple):
-    """What one run of the tests gives.
+    """What one run of the tests gives. The fields are the keys that `run_tests` in `TEST_SIDE`
+    returns.
 
     Attributes:
         calls: of the program's functions, as Python.
@@ -170,7 +174,11 @@ AnsweredCalls = list[tuple[str, list[str]]]
 
 
 def run_check(check: Check, program: str, limits: Limits) -> CheckResult:
-    """Run the tests of `check` on `program`, whose calls may take `limits` together.
+    """Run the tests of `check` on `program`.
+
+    Args:
+        limits: of the program, for all rounds together; each run of the tests has them once more,
+            and its time is not counted.
 
     Raises:
         Unverifiable: the tests fail before they have a result of the program.
@@ -252,9 +260,9 @@ def _run_tests(
 
 
 def _write_calls(calls: list[str]) -> str:
-    """Write an expression that makes the calls in the space of the program.
+    """Write an expression that makes the calls with the names of the program.
 
-    It has its own names in another, as the program may define the same.
+    The names of `PROGRAM_SIDE` are kept apart, as the program may define the same.
     """
     calling = f"side['make_calls']({calls!r}, globals())"
     return f"(lambda side: (exec({PROGRAM_SIDE!r}, side), {calling})[1])({{}})"

@@ -1,6 +1,7 @@
 """Take the program out of a completion: a fenced block, all of it, or what continues the prompt.
 
-`fence_program` of `data/layouts/_parts.py` writes programs in the form that is read here.
+`data/layouts/_parts.py: fence_program` writes the solutions of data sets in the form that is read
+here. Thoughts are not cut off: a block in them counts if no other follows.
 """
 
 import ast
@@ -9,6 +10,7 @@ import textwrap
 import warnings
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+"""A fenced block of any language; one that never ends is none."""
 INDENT = "    "
 UNINDENTED_LINE = re.compile(r"\n(?=\S)")
 

@@ -4,7 +4,8 @@ A `Case` is one run of the program: what goes in, and the literal or the text th
 which never enters the sandbox. Tests that compute (``check`` of HumanEval, ``assert`` of another
 form than ``call == literal``) are a `Check`, which `checks` runs apart from the program.
 
-The layouts of `data/layouts/code.py` write such metadata.
+The layouts of `data/layouts/code.py` write such metadata. A form that is added is read by
+`read_tests`, named in `FORMS`, and documented in docs/rewards.md and in `rewards/code.py`.
 """
 
 import ast
@@ -16,11 +17,12 @@ from tuneloop.rewards.outcomes import Unverifiable
 from tuneloop.rewards.sandbox import Ending
 
 FORMS = "`tests`, `test` with `entry_point`, or `stdin_tests`"
+"""The keys of the metadata, for the error that there are no tests."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the program.
+    """One run of the program, by `rewards/code.py: run_tests`.
 
     Attributes:
         stdin: what the program reads.
@@ -35,13 +37,15 @@ class Case:
     may_be_first: bool = False
 
     def is_passed(self, ending: Ending) -> bool:
-        """Return whether a program that ended so passes."""
+        """Return whether a program that ended so passes. It never raises, whatever the program
+        printed."""
         if ending.kind != "done":
             return False
         if self.call is None:
             return _split_lines(ending.stdout) == _split_lines(self.expected)
         # What a program makes of its results may be no literal, one that cannot be built ({[1]}),
-        # one that is too large or too deep, or one that is not comparable. None is expected.
+        # one that is too large or too deep, or one that is not comparable. All of these fail the
+        # test.
         try:
             value = _to_lists(ast.literal_eval(ending.result or ""))
             expected = _to_lists(self.expected)
@@ -58,7 +62,8 @@ class Check:
 
     Attributes:
         source: what is defined before the statements, as the function ``check``.
-        statements: each is one test, passed if it raises nothing.
+        statements: each is one test, passed if it raises nothing; all of HumanEval's ``check`` is
+            one.
         entry_point: the function of the program that is called ``candidate``, if there is one.
     """
 
@@ -91,7 +96,11 @@ class Tests:
 
 
 def read_tests(metadata: JsonMapping) -> Tests:
-    """Read the tests in `metadata`. Raises Unverifiable: there are none, or one is none."""
+    """Read the tests in `metadata`. Raises Unverifiable: there are none, or one is of no known
+    form.
+
+    Beside ``test``, the keys ``tests`` and ``stdin_tests`` are ignored.
+    """
     prelude = _get_text(metadata, "prelude")
     prompt = _get_text(metadata, "prompt")
     if metadata.get("test"):

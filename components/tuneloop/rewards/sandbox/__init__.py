@@ -5,6 +5,11 @@ so nothing of the caller is in its memory. It sees the standard library and an e
 
 `TUNELOOP_SANDBOX`, which ``cluster.sandbox`` sets, names the place: ``process``, or the URL of a
 `tuneloop.inference.sandbox_server`. With ``URL#gvisor`` a server must prove that it runs in gVisor.
+
+The rewards use `run_in_sandbox` (`rewards/code.py`, `rewards/programs/checks.py`), as does
+`environments/python.py`; the server runs `run_program`. `Limits` and `Ending` are also what client
+and server send each other, and these two may be of different releases. Tests are `test_code.py` and
+`test_jail.py` of `tests/unit/rewards`, and `tests/unit/inference/test_sandbox_server.py`.
 """
 
 import contextlib
@@ -34,6 +39,9 @@ from tuneloop.rewards.sandbox.jail import ARCHITECTURES, MEMORY
 from tuneloop.workflow.settings import PROCESS, SANDBOX_PLACE, SANDBOX_TOKEN, SANDBOX_VARIABLE
 
 Kind = Literal["done", "error", "timeout", "memory", "output", "escape"]
+"""How a program ended. One that is added also gets a share in `rewards/code.py: REASONS`, words for
+the policy in `environments/python.py`, and its exit code in `KINDS_BY_CODE`. A client of an earlier
+release refuses the answer of a server that has it."""
 JAIL = Path(__file__).with_name("jail.py")
 LANDLOCK_CREATE_RULESET = 444
 """The system call that also tells the version of Landlock; on all architectures."""
@@ -48,11 +56,14 @@ SYSTEM_PATHS = (
     "/dev/null",
     "/dev/urandom",
 )
-"""What a program may read besides its own library."""
+"""What a program may read besides the standard library, which `_build_options` adds."""
 NOTES = 1 << 16
-"""The maximum size of a call's result, in bytes."""
+"""The maximum bytes of all notes of `jail`, and so of a call's result; with more the program ends
+with the kind ``output``."""
 LEAST_MEMORY = 1 << 26
-"""Bytes without which the interpreter that a program runs in may not start; some 16 MiB are its own."""
+"""Bytes without which the interpreter that a program runs in may not start; some 16 MiB are its
+own. `rewards/code.py` and `inference/sandbox_server.py` refuse less, `environments/python.py` does
+not."""
 HINDERED = 10
 """How many times its seconds a program may take by the clock, while it waits for a processor."""
 READ_BYTES = 1 << 16
@@ -71,10 +82,15 @@ KINDS_BY_CODE: dict[int, Kind] = {
 class Limits:
     """What a program may use.
 
+    A field that is added is also one of `inference/sandbox_server.py: Program`, which refuses a
+    request with a key that it does not know, and bounds each; `run_in_turn` there hands it on.
+    `_build_options` gives it to `jail`.
+
     Attributes:
-        seconds: of processor time, rounded up, and of the clock less what it waited for a
-            processor.
-        memory: bytes of address space (a 64th, at least 4 MiB, a thread).
+        seconds: of processor time, rounded up to whole ones; and by the clock, without the time in
+            which it waited for a processor.
+        memory: bytes of address space. Each thread's stack takes a 64th of them, at least 4 MiB
+            (`rewards/sandbox/jail.py: TASKS`).
         output: bytes on its stdout.
     """
 
@@ -92,10 +108,13 @@ class Limits:
 class Ending:
     """How a program ended.
 
+    A field that is added needs a default, as servers of an earlier release do not send it.
+
     Attributes:
         kind: ``done``: it ended without an error. ``escape``: the kernel ended it at a forbidden
             system call.
-        stdout: what it wrote, cut at the limit.
+        stdout: what it wrote, at most one byte more than the limit, which shows that there was
+            more.
         result: Python's `repr` of the call's value; None where there was no call, or it did not
             return.
         door: the forbidden call that it tried, if `kind` is ``escape``.
@@ -189,7 +208,8 @@ def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -
         "call": call,
         "isolation": isolation or PROCESS,
     }
-    # Four programs may run before it, one by one.
+    # Those in the server's queue may run before it, one by one
+    # (`inference/sandbox_server.py: WAITING`).
     timeout_s = 8 * HINDERED * limits.seconds + CONNECT_S
     end = time.monotonic() + timeout_s
     while True:
@@ -268,7 +288,8 @@ def _open_in_memory(text: str) -> BinaryIO:
 
 
 def _build_options(source: int, notes: int, home: str, limits: Limits) -> JsonObject:
-    """Build the options of `jail`: two descriptors, the directory of the program, its limits."""
+    """Build the options of `jail`: two descriptors, the directory of the program, its limits. They
+    are read by name in `confine_process` there and at the end of its file."""
     library = str(Path(os.__file__).parent)
     paths = [home, library, str(JAIL), str(Path(sys.base_prefix, "lib"))]
     paths += SYSTEM_PATHS
@@ -344,6 +365,10 @@ def _read_wait(process: str) -> float:
 
 def _judge(code: int, output: _Output) -> Ending:
     """Tell from the exit code and the notes of `jail` how a program ended.
+
+    The first line of the notes is ``ready``; the others begin with ``escape``, ``result`` or
+    ``raised``, as `execute_program` and `watch_audit` write them. A program knows the descriptor
+    and may write notes too, so nothing but its own result follows from them.
 
     Raises:
         OSError: it could not be confined, and has not run.

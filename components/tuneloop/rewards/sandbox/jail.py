@@ -20,6 +20,11 @@ both:
 An audit hook reports which forbidden call was tried (kernels do not), and also ends a program that
 tries to read elsewhere: Landlock alone returns an error, which a program can hide. The hook protects
 nothing; the kernel does.
+
+`rewards/sandbox/__init__.py` starts it: `_build_options` there has the options, and `_judge` reads
+the notes and the exit code. `tests/unit/rewards/test_jail.py` compares the filter with the recorded
+one in ``seccomp_x86_64.txt`` and ``seccomp_aarch64.txt``, so every change of `build_filter` or
+``calls.json`` shows there; ``system_calls.json`` beside them has all calls by name.
 """
 
 import _thread
@@ -32,7 +37,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-# Exit codes. A program that ran out of memory has its own; others fail as Python's do.
+# Exit codes. A program that ran out of memory has its own
+# (`rewards/sandbox/__init__.py: KINDS_BY_CODE`); others fail as Python's do.
 MEMORY = 3
 FAILED = 1
 # System calls of Landlock, on all architectures.
@@ -69,7 +75,7 @@ NEWER = 424
 """System calls from here on have one number on all architectures, and return ENOSYS: C libraries do
 without them. The check comes first, so that an entry of `calls.json` from here on has no effect."""
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Machine → AUDIT_ARCH of linux/audit.h.
+"""Machine → AUDIT_ARCH of linux/audit.h. `check_kernel` of the parent refuses all others.
 
 `calls.json` has the numbers of system calls in this order. Nothing ``allowed`` reaches beyond the
 process, but through Landlock. ``quiet`` calls return EPERM, and do not end the program. Those
@@ -86,7 +92,8 @@ WATCHED = (
     "os.kill",
     "os.putenv",
 )
-"""The beginnings of audit events that name a forbidden call before the kernel ends the process."""
+"""The beginnings of audit events that the hook writes to the notes. If the kernel then ends the
+process, the last of them is the `door` of its `Ending`, for people to read."""
 
 MACHINE = os.uname().machine
 with open(os.path.join(os.path.dirname(__file__), "calls.json")) as _file:
@@ -245,9 +252,11 @@ THIRD = 32
 FOURTH = 40
 HIGH_HALF = 4
 """From the low half of an argument to its high half."""
-# Besides these, F_SETOWN and F_SETSIG would send any signal to anybody.
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL and F_DUPFD_CLOEXEC (fcntl.h). Of the others F_SETOWN
+# and F_SETSIG would send any signal to anybody.
 HARMLESS_FCNTL = (0, 1, 2, 3, 4, 1030)
-# Asks for a terminal, and requests on descriptors.
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX and FIOCLEX (asm/ioctls.h): whether a descriptor
+# is a terminal, and requests that change no more than the descriptor.
 HARMLESS_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 
 
@@ -432,7 +441,9 @@ def _call(number: int, *arguments: object) -> int:
 def confine_process(options: dict[str, Any]) -> None:
     """Restrict this process in every way.
 
-    A failure is written to the notes, and ends the process before the program is run.
+    The order counts: the limits of tasks need calls that the filter forbids, and the audit hook
+    forbids ctypes, which all else uses. A failure is written to the notes, and ends the process
+    before the program is run.
     """
     notes = options["notes"]
     readable = options["readable"]

@@ -1,8 +1,8 @@
 """Gold tool calls: BFCL's possible answers, or calls with their arguments.
 
-`are_expected` compares the calls of a completion with them.
-
-`data/layouts/tools.py` writes such answers.
+`are_expected` compares the calls of a completion with them. `data/layouts/tools.py` writes such
+answers, and files may have them in a column of answers. A form that is added is read by
+`_read_gold_call`, and written by `build_calls`, by which `rewards/proof.py` proves it.
 """
 
 import json
@@ -17,7 +17,7 @@ from tuneloop.rewards.structures.calls import Call
 from tuneloop.rewards.structures.json_text import NotJson, is_equal, parse_json
 
 IGNORED_SIGNS = re.compile(r"[ ,./\-_*^]")
-"""What BFCL leaves out of texts before it compares them."""
+"""Signs that BFCL leaves out of texts before it compares them."""
 OPTIONAL = ""
 """Among the accepted values of BFCL: the argument may be left out."""
 
@@ -129,7 +129,8 @@ def is_same_name(name: str, other: str) -> bool:
 
 
 def build_calls(gold: Sequence[GoldCall]) -> list[JsonObject]:
-    """Build calls that the gold calls accept, each with `name` and `arguments`."""
+    """Build calls that the gold calls accept, each with `name` and `arguments`, for
+    `rewards/tool_calls.py: write_answers`."""
     calls: list[JsonObject] = []
     for call in gold:
         arguments = _choose(call.arguments) if call.is_loose else call.arguments

@@ -9,6 +9,14 @@
 
 Text may stand around what has a mark of its own; else the completion, or its only fenced block, is
 the calls and nothing else.
+
+Rollouts are decoded without special tokens (`formats/tokens.py: decode_ids`): a mark that the
+tokenizer takes for special is not in the text.
+
+The reward `tool_calls` alone reads calls by it, so a format that is added is known to no
+environment: these read Hermes' JSON only (`environments/__init__.py: parse_tool_calls`). Calls in
+data sets are read by `data/messages.py: parse_calls`. `tests/unit/rewards/test_tool_calls.py` has
+each format, and docs/rewards.md lists them.
 """
 
 import ast
@@ -37,7 +45,8 @@ MISTRAL_CALL = re.compile(
 PYTHON_TAG = "<|python_tag|>"
 BETWEEN_OBJECTS = re.compile(r"(?<=\})\s*[;\n]\s*(?=\{)")
 MOST_CALLS = 64
-"""Calls of one completion: comparing them in any order takes more than linear time."""
+"""The most calls of one completion; with more it has none that count. Comparing them in any order
+takes more than linear time."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,11 @@ def parse_calls(completion: str, parameters: Mapping[str, Sequence[str]]) -> lis
 
 
 def _parse_text(text: str, parameters: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Parse calls in the format of any known model family; `parameters`: function → names, for calls by
-    position.
+    """Parse calls in any of the formats; the first whose mark is in the text decides.
+
+    Args:
+        text: without thoughts and tokens that end turns.
+        parameters: as of `parse_calls`.
     """
     tagged = _take_tagged(text)
     if tagged:

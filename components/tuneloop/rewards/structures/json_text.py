@@ -1,4 +1,9 @@
-"""Read JSON that a policy writes: strictly, so that no text means two things."""
+"""Read JSON that a policy writes: strictly, so that no text means two things.
+
+The rewards `tool_calls` and `json_schema` read completions, gold answers and metadata by it. Rows
+of files are read by `data/readers/strict_json.py`. Tests are in
+`tests/unit/rewards/test_tool_calls.py` and `test_choice_and_json.py`.
+"""
 
 import json
 import re
@@ -8,10 +13,15 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.rewards.outcomes import Unverifiable
 
 FENCED = re.compile(r"```(?:json|python|tool_code|text)?[ \t]*\n(.*?)```", re.DOTALL)
+"""A fenced block that may hold JSON or calls; a block of another language is not looked into."""
 SPECIAL_TOKENS = re.compile(
     r"<\|(?:im_end|eot_id|eom_id|endoftext|end|end_of_text|return|call)\|>|</s>|<eos>|<end_of_turn>"
 )
+"""Tokens that end a turn, by model family. Rollouts are decoded without a tokenizer's special
+tokens (`formats/tokens.py: decode_ids`); other texts may have them."""
 THOUGHTS_END = "</think>"
+"""What ends a model's reasoning; the text after it counts. `rewards/answers/extraction.py` has the
+same mark for answers in prose."""
 
 
 class NotJson(ValueError):

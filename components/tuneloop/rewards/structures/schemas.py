@@ -1,6 +1,8 @@
 """Validate values by JSON Schema. No schema is fetched: references lead into the schema itself.
 
-`data/layouts/tools.py` keeps the schemas of data sets as they are; dialects are converted here.
+Schemas come from a row's metadata. The layouts of `data/layouts/tools.py` convert the types of
+theirs by a table of the same rows; schemas of other files and of ``data.reward_args`` are converted
+here alone.
 """
 
 import functools
@@ -36,7 +38,7 @@ JSON_TYPES = {
     "Boolean": "boolean",
 }
 """Types as BFCL (the Berkeley function-calling leaderboard), Java and Python name them → as JSON
-Schema does; ``any`` is left out."""
+Schema does; ``any`` is left out. `data/layouts/tools.py: JSON_TYPES` has the same rows."""
 VALUES = ("enum", "const", "default", "examples")
 """Keywords that hold values, in which a key ``type`` is no type."""
 NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
