@@ -1,9 +1,12 @@
 """Checkpoints that a loop has left behind: which of them are still needed, and the deletion of the
 others.
 
-`policy_update` deletes after each commit; `tuneloop gc` by the same rules (`runs/retention.py`),
-and forks and promotions pin what they need. The names of files and notes here are those of
-committed artifacts.
+`policy_update` deletes after each commit. `tuneloop gc` has code of its own with the same rules
+(`runs/retention.py`), on `list_needed` and `list_pinned`: a rule that is added belongs to both.
+`planning/disk.py` computes the room that the rules leave. Forks and promotions pin what they need.
+The names of files and notes here are those of committed artifacts, and `runs/audit.py` reads them.
+
+Tests: `tests/unit/runs/test_retention.py` and `test_forking.py`.
 """
 
 import itertools
@@ -33,8 +36,10 @@ versions.
 
 
 class RetentionParams(Protocol):
-    """The parameters of a stage that say which of its checkpoints are kept; None: all, and none
-    beside these.
+    """The parameters of a stage that say which of its checkpoints are kept, as `policy_update` has
+    them.
+
+    `save_total_limit` of None keeps all. `keep_every` of None keeps no models beside the newest.
     """
 
     save_total_limit: int | None
