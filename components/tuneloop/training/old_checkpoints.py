@@ -1,8 +1,8 @@
 """Checkpoints that a loop has left behind: which of them are still needed, and the deletion of the
 others.
 
-`policy_update` deletes after each commit. `tuneloop gc` has code of its own with the same rules
-(`runs/retention.py`), on `list_needed` and `list_pinned`: a rule that is added belongs to both.
+`policy_update` deletes after each commit. `tuneloop gc --keep` has code of its own
+(`runs/retention.py`) on `list_needed` and `list_pinned`, and does not know `keep_every`.
 `planning/disk.py` computes the room that the rules leave. Forks and promotions pin what they need.
 The names of files and notes here are those of committed artifacts, and `runs/audit.py` reads them.
 

@@ -2,8 +2,11 @@
 metrics.
 
 `stages/policy_update.py` scores samples by other policies with `Objective.score`, and takes each
-step with `Objective.step`. The names of metrics are those of the curves on the page, of trackers
-and of alarms (`runs/alarms.py`).
+step with `Objective.step`. The names of metrics are those of curves in trackers and on the page,
+which has titles for some (`ui/static/dom.js`: ``QUANTITIES``), and of alarms (`runs/alarms.py`). A
+metric that an algorithm adds is averaged and shown without more; docs/training.md lists them.
+
+Tests: `tests/unit/stages/test_policy_update.py`, and `tests/local/test_training.py` on two ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 class StepMetrics:
     """What is recorded of every step, whatever the algorithm. Names are those in ``metrics.jsonl``.
 
+    `mean_reward` is no curve of its own: that is drawn from results (`runs/run_record.py:
+    NO_CURVES`).
+
     Attributes:
         loss: summed over the tokens, each with its weight.
         grad_norm: before clipping.
@@ -56,7 +62,7 @@ SAMPLE_SIZE = "importance_ess"
 RESERVED_METRICS = {"step", LARGEST_GAP, SAMPLE_SIZE} | {
     field.name for field in fields(StepMetrics)
 }
-"""Metrics that no auxiliary loss may be called: of every step, and those that `Tally` adds."""
+"""Names that no auxiliary loss may have: metrics of every step, and those that `Tally` adds."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,11 @@ class Objective:
 
 
 class Tally:
-    """Averages metrics of tokens over micro-batches and ranks."""
+    """Averages metrics of tokens over micro-batches and ranks.
+
+    All ranks must add the same names in the same order, as their sums are added by position: a
+    metric may not depend on what is in a micro-batch.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks

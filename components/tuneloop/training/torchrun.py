@@ -1,13 +1,15 @@
-"""torchrun with an exit code that reflects those of its ranks: 2 the user's mistake, 75 run it
-again, others a bug.
+"""torchrun with an exit code that reflects those of its ranks: 2 for the user's mistake, 75 for
+what is right when run again, any other for a bug (`core/errors.py`).
 
 It has torchrun's own arguments. torchrun itself exits with 1 whatever happened to a rank, which a
 workflow engine has to treat as a bug; and it kills ranks 30 s after it was told to stop, too soon
 to commit a resume point. Here ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is a day, so that the pod's grace
 period is the limit.
 
-`core/component.py` (`build_command`) puts it into the command of every stage of several processes;
-`training/ray_driver.py` starts it on each node of a Ray cluster.
+`core/component.py` (`build_command`) puts it into the command of every stage of several processes,
+and backends begin their commands with it (`core/component.py: TORCHRUN`); `argo/kubeflow_sdk.py`
+refuses a command that does not. `training/ray_driver.py` runs such a command on each node of a Ray
+cluster.
 """
 
 import os
