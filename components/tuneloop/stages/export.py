@@ -2,7 +2,11 @@
 peft's, and GGUF.
 
 Pipelines end with it, or with `deploy_model`, which serves what it writes. `tuneloop generate`,
-attestations and `deploy_model` read what it writes by the names of files alone.
+attestations and `deploy_model` read what it writes by the names of files alone; trackers and the
+registry of KFP find it by its kind, ``model``. `planning/disk.py` estimates its size.
+
+Tests: `tests/unit/stages/test_export.py`; of adapters `test_adapter.py`, of the hub
+`test_hub_names.py`.
 """
 
 import re
@@ -75,6 +79,9 @@ def count_parameters(path: Path) -> int:
 def write_adapter(policy: Artifact, target: Path, title: str) -> None:
     """Write a checkpoint's adapters in the files of peft, with a card that says how to load them.
 
+    `extensions/provenance/attestation.py` calls it for `tuneloop push`. The card is the template
+    `adapter_card.md` beside this file; `describe_adapter` fills it.
+
     Args:
         target: the directory to make.
         title: heading of the card, and the path that its example loads the adapters from.
@@ -111,7 +118,10 @@ def write_adapter(policy: Artifact, target: Path, title: str) -> None:
 
 
 def read_adapters(trainer: Path) -> dict[str, np.ndarray]:
-    """Read the adapters in ``trainer/``: peft's name → float32 tensor, its ranks' shards joined."""
+    """Read the adapters in ``trainer/``: peft's name → float32 tensor, its ranks' shards joined.
+
+    `training/distributed_checkpoint.py` writes these files, under the names of `Trainer._state`.
+    """
     shards_by_name: dict[str, list[np.ndarray]] = defaultdict(list)
     # The files' names are in the order of ranks, and so of the rows that these hold.
     for path in sorted(trainer.glob("*.safetensors")):

@@ -2,6 +2,8 @@
 
 What samples is chosen by `inference/generate.py`. The trainer trusts these columns: ids,
 log-probabilities and versions of each token.
+
+Tests: `tests/unit/stages/test_rollout.py`, `test_carry.py`, `test_too_long.py`.
 """
 
 import itertools
@@ -64,6 +66,9 @@ def _check_oversampling(size: int | None, info: ValidationInfo) -> int | None:
 class RolloutOptions(SamplingOptions):
     """Options of sampling: never top-p or top-k, whose log-probabilities would bias the importance
     ratios.
+
+    An option that changes what is sampled belongs into `_shared_options`, too, and into
+    `config/loop.py: INHERITED`, if an evaluation is to follow it.
     """
 
     flags: ClassVar[tuple[str, ...]] = (
@@ -136,6 +141,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     # Groups that have begun come first: they have waited longest for their end.
     rows = [dict(group.row) for group in begun_groups.values()]
     rows += rollouts.read_rows(train, indices, columns)
+    # The names are part of seeds and of request ids; `evaluate` has an e for the p.
     new_names = [f"i{options.iteration:06d}-p{number:05d}" for number in range(len(indices))]
     names = [*begun_groups, *new_names]
     if len(set(names)) < len(names):
@@ -174,6 +180,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     return {"completions": len(sampled), "mean_length": mean_length}
 
 
+# `rollouts.make_rows` takes its three parts in this order.
 Group = tuple[Mapping[str, Any], rollouts.Request, Sequence[rollouts.Completion]]
 """A row of prompts, its request, and its completions."""
 
@@ -262,6 +269,7 @@ def _open_rounds(
         begun_groups = {}
     if not (options.carry_after and options.oversampled_prompts):
         return None, options.iteration * (options.oversampled_prompts or batch_size)
+    # `config/loop.py: LoopPipelineConfig.max_staleness` allows the trainer the same age.
     rounds_per_completion = options.max_tokens // options.carry_after
     oldest = bound_staleness(rounds_per_completion, options.oversampled_prompts, batch_size)
     rounds = Rounds(options.carry_after, batch_size, oldest, begun_groups)
@@ -271,7 +279,11 @@ def _open_rounds(
 
 
 def _shared_options(options: RolloutOptions) -> JsonObject:
-    """Return the options that must be equal for all groups of a batch, carried or new."""
+    """Return the options that must be equal for all groups of a batch, carried or new.
+
+    They are written beside carried groups. With one more here, groups that an earlier release
+    carried are dropped, as they lack it.
+    """
     shared = {
         "prompts_per_iteration",
         "n",

@@ -214,8 +214,8 @@ class Objective:
 class Tally:
     """Averages metrics of tokens over micro-batches and ranks.
 
-    All ranks must add the same names in the same order, as their sums are added by position: a
-    metric may not depend on what is in a micro-batch.
+    All ranks must add the same names in the same order, as their sums are added by position. So an
+    algorithm must return the same metrics for every micro-batch, also for an empty one.
     """
 
     def __init__(self, ranks: Ranks) -> None:

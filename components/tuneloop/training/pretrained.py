@@ -1,9 +1,9 @@
 """A pretrained model as it comes: its weights, its tokenizer, and the files beside them.
 
 Only `base_model` reads models from elsewhere. Every later stage opens the checkpoint that it wrote
-(`training/fsdp/policy.py: open_model`). What is known of such a model before a run, and refused, is
-in `config/model_facts.py: read_model_facts` and `planning/limits.py: check_base_model`: they know
-the same kinds of addresses.
+(`training/fsdp/policy.py: open_model`). Before a run, `config/model_facts.py: read_model_facts`
+reads what it can of such a model, and `planning/limits.py: check_base_model` refuses one that is
+incomplete: a new kind of address belongs there, too.
 
 Tests: `tests/unit/stages/test_pretrained.py`, of adapters `test_adapter_base.py`, of the hub
 `test_hub_names.py`, of stores `test_stored_models.py`.

@@ -7,9 +7,9 @@ to commit a resume point. Here ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is a day, so t
 period is the limit.
 
 `core/component.py` (`build_command`) puts it into the command of every stage of several processes,
-and backends begin their commands with it (`core/component.py: TORCHRUN`); `argo/kubeflow_sdk.py`
-refuses a command that does not. `training/ray_driver.py` runs such a command on each node of a Ray
-cluster.
+and the backends native and trl begin theirs with it (`core/component.py: TORCHRUN`);
+`argo/kubeflow_sdk.py` refuses a command that does not. `training/ray_driver.py` runs such a command
+on each node of a Ray cluster.
 """
 
 import os

@@ -29,9 +29,14 @@ from tuneloop.training.batching import Batch
 from tuneloop.training.options import Dtype, Packing
 
 VARLEN = "varlen"
+"""The name of this module's attention in transformers, and a value of `attn_implementation`.
+Another process does not have it: `training/delegation.py` gives its backend sdpa instead.
+"""
 FLASH = "flash_attention_2"
 LAYERS = {"full_attention", "sliding_attention", "attention"}
-"""Types of layers, by transformers' names, whose only path between tokens is causal attention."""
+"""Types of layers, by transformers' names, whose only path between tokens is causal attention. A
+model with any other type pads (`_find_config_obstacle`).
+"""
 LARGEST_HEAD = 256
 """The largest head that FlashAttention's kernels have, in torch too."""
 
@@ -189,6 +194,9 @@ def compute_attention(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within documents, as transformers' attention functions do.
+
+    Their signature is transformers': what a model passes beside these goes into `unused`. What
+    it asks for and is not computed here has to be refused in `find_model_obstacle`.
 
     Arguments:
         query: ``[rows, heads, length, head]``; `key` and `value` may have fewer heads, and `value`
