@@ -25,8 +25,10 @@ from tuneloop.stages.sft import sft
 from tuneloop.stages.tokenize_data import tokenize_data
 from tuneloop.workflow.loop import Graph, StageSpec
 
+# A pretrained model skips this section: `config/rules.py` unsets an optional one of the name `sft`.
 TUNING = sft.settings(without=SET_FOR_TRAINERS)
 
+# `pipelines/sft.py` says what knows the names of sections, and the number 8.
 Config: Any = PipelineConfig.with_sections(
     tokenize=(Tokenize, False),
     data=data_prep.settings(without=SET_BY_PIPELINE),
@@ -90,6 +92,7 @@ def stages(config: Config) -> list[StageSpec]:
             # What is trained on has to be scored.
             max_length=config.preference.max_length,
         ),
+        # Unlike those of `sft.py`, stages here train in one pod: there is no setting `nodes`.
         StageSpec(preference, config.preference, trainer=trainer, processes=config.processes),
         StageSpec(evaluate, config.evaluate, engine="transformers"),
         StageSpec(export, config.export),

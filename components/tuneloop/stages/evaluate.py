@@ -1,7 +1,13 @@
 """Measure a policy on held-out prompts.
 
 It scores completions as the stage `reward` does, or their likeness to demonstrations where the data
-has no answers (`inference/held_out.py`). `deploy_model` gates by its `mean_reward`.
+has no answers (`inference/held_out.py`). `deploy_model`, promotions (`runs/promotions.py`) and the
+gate of KFP judge by its `mean_reward` or its samples.
+
+In a pipeline with a loop, settings of this stage follow those of `rollout` and `reward` that
+`config/loop.py: INHERITED` names. `punish`, `escape_score`, `memory_mb` and `workers` of `reward`
+have no counterpart here: scoring takes the defaults of `rewards/stage_scoring.py:
+ScoringStage.score`.
 """
 
 from typing import ClassVar
