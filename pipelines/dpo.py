@@ -104,7 +104,7 @@ def draw(graph: Graph) -> None:
     """Fine-tuning on demonstrations, then on pairs; evaluated before and after the pairs, and exported."""
     data = graph.stage(data_prep)
     model = graph.stage(base_model, prompts=data.prompts)
-    # Evaluations read prompts; what trains reads tokens where there are any.
+    # Evaluations read prompts. Stages that train read the tokens if `tokenize_data` makes them.
     rows = data.prompts
     if graph.config.tokenize:
         rows = graph.stage(tokenize_data, policy=model.checkpoint, prompts=rows).tokens

@@ -58,7 +58,8 @@ Config: Any = LoopPipelineConfig.with_sections(
 # `constants`; `iteration` and `endpoint` are always there), or outputs of a step before, under the
 # names that they have in the YAML. The last step trains. A wire that leads nowhere is refused when
 # this file is loaded (`workflow/loop.py`), and `runs/forking.py` begins a fork from `carry` and
-# `constants`.
+# `constants`. On KFP the loop ends by the result `mean_reward` of whatever is the trainer's input
+# `rewards` (`kfp/stage.py: report_commit`), which must be the same as `reward` here.
 LOOP = Loop(
     steps=[
         Step(

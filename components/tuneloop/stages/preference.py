@@ -88,7 +88,7 @@ def preference(
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")
         held_out = read_pairs(prompts, policy, "preference_eval")
-    # `epochs` counts the pairs, of which `fit_pairs` may still drop some.
+    # The steps of `epochs` are computed from all pairs, though `fit_pairs` may drop some below.
     options = options.resolve_steps(len(pairs), ranks.world)
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)

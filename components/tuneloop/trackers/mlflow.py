@@ -272,6 +272,7 @@ class Tracker(trackers.Tracker):
         """Write the notes and how the run ended; return where the run is, and how it is shown."""
         self.client.set_tag(self.id, "mlflow.note.content", notes)
         if phase != "running":
+            # Any other phase of `runs/run_record.py: Run.phase` is an end without an error.
             status = {"failed": "FAILED", "interrupted": "KILLED"}.get(phase, "FINISHED")
             self.client.set_terminated(
                 self.id,

@@ -4,8 +4,8 @@
 training continues: float32 parameters and AdamW's moments in DCP, and ``state.json`` with the stage
 that wrote it, the optimizer's steps and betas. With LoRA ``model/`` has the adapters merged in,
 ``trainer/`` holds only them and their moments, and the frozen parameters stay in the checkpoint
-that ``facts.base`` names, whose digest is ``base`` in ``state.json``. ``canary.json`` repeats the
-ids of the input's. Equal tensors give equal files.
+that ``facts.base`` names, whose digest is ``base`` in ``state.json``. ``canary.json`` has the token
+ids of the input's canary, with this version's log-probabilities. Equal tensors give equal files.
 
 A checkpoint of `policy_update` has no ``trainer/``: ``facts.trainer_state`` has the contents of
 ``state.json``, with the digest of the tensors, and ``notes.state_since`` names the checkpoint from
@@ -248,9 +248,12 @@ def write_checkpoint(
 
     ``model/`` is written in `dtype`, or with ``auto`` in that of `policy`; see
     `choose_saved_dtype`. Files beside the weights, such as the tokenizer, are those of `policy`,
-    the checkpoint that was trained. `version` defaults to the one after `policy`'s. `state_as`:
-    write the optimizer's state as ``trainer/``; or only facts, by which the update can be repeated
-    and verified; or none, for a checkpoint that is only sampled from.
+    the checkpoint that was trained. `version` defaults to the one after `policy`'s.
+
+    `state_as` says what becomes of the optimizer's state: ``files`` writes it as ``trainer/``,
+    ``facts`` only states its digest, by which the update can be repeated and verified
+    (`policy_update`), and ``none`` leaves it out, for a checkpoint that is only sampled from (the
+    gateway).
     """
     source = model_dir(policy)
     dtype = choose_saved_dtype(policy, dtype)

@@ -172,7 +172,7 @@ class RowEncoder:
 def open_encoder(prompts: Artifact, policy: Artifact) -> RowEncoder:
     """Open the tokenizer of `policy` to encode rows of `prompts`. Raises UserError: it cannot be
     loaded."""
-    # Of a checkpoint in a remote store, only the parts that are asked for are fetched.
+    # Only the files that `Artifact.part` names are fetched from a remote store.
     for name in find_tokenizer_files(policy):
         policy.part(name)
     if GENERATION_CONFIG in policy.manifest.files:

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
-    """Refuse a backend that cannot train with the options before it; a dotted path is not checked.
-    pydantic validates fields in their order: options after `backend`, as those of subclasses, are
-    not seen here.
+    """Refuse a backend that cannot train with the options before it; return None for native.
 
-    None: native.
+    pydantic validates fields in their order: options after `backend`, as those that a subclass
+    adds, are not seen here. A dotted path is not checked, as only the stage's image need have its
+    code.
     """
     if name in (None, "native"):
         if info.data.get("backend_args"):

@@ -81,8 +81,9 @@ def list_needed(
 ) -> Iterator[str]:
     """Yield the URLs that are needed to continue training from the checkpoint at `url`.
 
-    These are its adapters' base, and the checkpoints since the trainer's state was written. Rewards
-    are needed, too, and never deleted.
+    These are its adapters' base, and the checkpoints since the trainer's state was written, back to
+    the one that ``notes.state_since`` names. The rewards of these updates are needed as well;
+    nothing deletes rewards.
 
     Args:
         find: returns the manifest at a URL, None if there is none.

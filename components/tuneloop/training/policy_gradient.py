@@ -75,7 +75,7 @@ class Objective:
 
     Attributes:
         stage: gets the metrics, and names the random streams.
-        temperature: of the sampling, by which logits are divided here, too.
+        temperature: of the sampling; logits are divided by it here as there.
         limit: the maximum of rollouts in a micro-batch.
     """
 
@@ -177,7 +177,8 @@ class Objective:
 
         logprobs, entropy = trainer.logprobs(batch, self.temperature)
         counts = batch.counts.to(device)
-        # Without older ones, those of this very step are the old log-probabilities.
+        # In a batch of a single step nothing is older: the old log-probabilities are this step's
+        # own.
         old = logprobs.detach()
         if any(sample.old for sample in samples):
             old = join(sample.old for sample in samples)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fresh:
-    """The optimizer begins anew, for this reason; so do adapters."""
+    """The optimizer begins anew, and so do adapters. The `reason` becomes a fact, for people."""
 
     reason: str
 

@@ -157,7 +157,7 @@ def list_backends() -> Mapping[str, type[LLMBackend]]:
         UserError: two have one name.
     """
     for name in plugins.list_shipped_variants("backends"):
-        # To import a shipped one registers it.
+        # The import of a shipped backend registers it.
         plugins.load_variant("backends", name)
     for entry in entry_points(group="tuneloop.backends"):
         register_backend(entry.name)(entry.load())

@@ -132,7 +132,7 @@ def find_model_obstacle(directory: Path) -> str:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except (ImportError, OSError, ValueError, KeyError):
-        # Whoever opens the model says what is wrong with it.
+        # `Policy` opens the model next, and says what is wrong with it.
         return "its architecture is not one of transformers' language models"
     name = architecture.__name__
     # A model that refuses sdpa has attention sinks or a bias, which the kernels lack, too.
