@@ -69,6 +69,11 @@ class Pairs(LazySequence[list[Document]]):
 class Mismatched(LazySequence[Document]):
     """Each prompt with the completions of the previous pair: unrelated samples, from which KTO
     estimates KL.
+
+    Such a document may be longer than `max_length`, as nothing is cut off here.
+    `reference_logprobs` and `preference` have to make them of the same pairs: where one drops a
+    pair that the other keeps, the reference's log-probabilities are of other documents, and nothing
+    notices.
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
