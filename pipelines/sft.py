@@ -71,7 +71,8 @@ def fine_tune(graph: Graph, model: Any, rows: Any) -> Any:
 
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages with their parameters."""
-    # The stage refuses prompts whose completions would not fit the model's context.
+    # The stage `base_model` checks that the prompts of each split named here leave room for these
+    # tokens in the model's context.
     completion_tokens = {"eval": config.evaluate.max_tokens}
     specs = [
         StageSpec(data_prep, config.data, required=["sft"]),

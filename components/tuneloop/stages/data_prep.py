@@ -123,6 +123,8 @@ class DataOptions(Options):
         "a split (one at least), cut demonstrations off, or refuse the data",
     )
     timeout_s: float = Field(5.0, gt=0, description="seconds that one call of a reward may take")
+    # A pipeline gives it. A split that one requires has an entry in
+    # `data/requirements.py: REQUIREMENTS`.
     required: list[Split] = Field(
         [],
         description="splits that later stages cannot do without: data that has no row for "

@@ -191,7 +191,11 @@ def record_metrics(
     sampled: Sequence[rollouts.Completion],
     more_metrics: Mapping[str, float],
 ) -> float:
-    """Record the metrics of an iteration's completions, and return their mean length in tokens."""
+    """Record the metrics of an iteration's completions, and return their mean length in tokens.
+
+    `runs/alarms.py` looks for ``mean_length``; `ui/static/dom.js` has titles for these and for the
+    figures of the canary.
+    """
     mean_length = sum(len(completion.ids) for completion in sampled) / len(sampled)
     truncated = sum(completion.finish_reason == "length" for completion in sampled)
     stage.metric(

@@ -144,7 +144,8 @@ def find_state(policy: Artifact) -> Artifact | None:
 
 
 def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
-    """Join the processes that train; note their device and number.
+    """Join the processes that train; note their device and number. `state_sources.py` reads the
+    note ``world_size`` again.
 
     Raises UserError if these are not as required.
     """

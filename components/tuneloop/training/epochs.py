@@ -1,6 +1,6 @@
 """Training on examples in epochs, for `sft`, `preference` and `reward_model`.
 
-`policy_update` uses `new_trainer` alone: it has a loop and a way to resume of its own. Tests:
+`policy_update` uses `new_trainer` alone: it has a loop of its own, and no resume points. Tests:
 `tests/unit/stages/test_sft.py`, `test_preference.py`, and `tests/local/test_resume.py` with kills.
 """
 
@@ -128,7 +128,8 @@ def train_epochs(
         count: the number of examples.
         read: gives the documents of an example. It is called on another thread, which prepares
             the next step.
-        step: takes one optimizer step and returns its metrics, including ``loss``.
+        step: takes one optimizer step and returns its metrics, of all ranks together; ``loss`` must
+            be one of them. All are recorded, and drawn as curves.
         held_out: is measured before the first step, and when it is due.
 
     Returns:

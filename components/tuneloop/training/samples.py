@@ -1,9 +1,11 @@
 """Scored rollouts, read and checked for `policy_update`.
 
-Every rank holds all of them, so a token takes some 25 bytes and not the hundreds of Python objects.
+Every rank holds all of them. As arrays a token takes some 25 bytes; as Python objects it would take
+hundreds.
 
 `policy_update` reads them once, on each rank. `training/mini_batches.py` then sets advantages and
-which of them are used, and `training/policy_gradient.py` their log-probabilities.
+which samples are used, and `training/policy_gradient.py` their log-probabilities. Tests:
+`tests/unit/stages/test_policy_update.py`.
 """
 
 import math

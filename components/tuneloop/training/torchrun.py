@@ -55,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
 def exit_code(codes: Iterable[int]) -> int:
     """Choose the exit code that explains those of several ranks; a negative one is a signal's.
 
+    `training/ray_driver.py` and `cluster/launch.py` choose by it among nodes and pods.
+
     The code of the rank that failed first in cause takes precedence over the others', which lose a
     peer (75) or get SIGTERM.
     """
