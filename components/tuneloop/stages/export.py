@@ -165,7 +165,10 @@ def describe_adapter(
     hub_name: str | None,
     revision: str | None,
 ) -> str:
-    """Return the card of adapters: how they are loaded, and over which very base."""
+    """Return the card of adapters: how they are loaded, and over which very base.
+
+    What stands in braces in `adapter_card.md` is an argument of `format` here, or a part of one.
+    """
     sums = [
         f"`{name}` {file.sha256}"
         for name, file in base.manifest.files.items()

@@ -7,7 +7,7 @@ Both must give the same ids for a row. A setting of the data that changes ids is
 the fact on.
 
 Tests: `tests/unit/stages/test_tokenize_data.py`, and `tests/golden/test_layouts_and_templates.py`,
-which holds the ids of every layout.
+which encodes every layout under every chat template.
 """
 
 import json

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class StepMetrics:
     """What is recorded of every step, whatever the algorithm. Names are those in ``metrics.jsonl``.
 
-    `mean_reward` is no curve of its own: that is drawn from results (`runs/run_record.py:
-    NO_CURVES`).
+    `mean_reward` is recorded and not drawn: that curve is made of the results of the stage reward
+    (`runs/run_record.py: NO_CURVES`).
 
     Attributes:
         loss: summed over the tokens, each with its weight.

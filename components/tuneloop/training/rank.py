@@ -8,8 +8,8 @@ threads with the GIL held, and one of them waits for the GIL, to drop the last t
 (similar to pytorch/pytorch issue 56297). Where Python has the last reference, the GIL is released.
 So this module keeps one.
 
-`training/backends/trl.py` and `manifests/components/trainer/trl/trl.yaml` start it. A test that
-fails without it is in `tests/local/test_trl.py`.
+`training/backends/trl.py` and `manifests/components/trainer/trl/trl.yaml` start it.
+`tests/local/test_trl.py` has a test of it.
 """
 
 import runpy

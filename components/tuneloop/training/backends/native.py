@@ -22,8 +22,8 @@ class Native(LLMBackend):
     in snake_case.
 
     Attributes:
-        stage: name of a stage in `tuneloop.stages`. What `validate` takes for a stage that trains
-            is one with the parameter `expected_world_size`; those that score have it, too.
+        stage: name of a stage in `tuneloop.stages`. `validate` takes every stage with the parameter
+            `expected_world_size`; those that only score have it, too.
     """
 
     stage: str = "sft"

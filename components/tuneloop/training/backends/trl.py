@@ -207,8 +207,10 @@ def score(
     metadata: Sequence[str],
     **_: Any,
 ) -> list[float | None]:
-    """Score rows of ``train.parquet`` for TRL's GRPO by the rewards of the stage `reward`, with its
-    defaults: there is no setting of the time that a reward may take.
+    """Score rows of ``train.parquet`` for TRL's GRPO, by the rewards that the stage `reward` has.
+
+    The settings of that stage do not reach this function: a call of a reward may take five seconds,
+    and any memory.
 
     Args:
         completions: texts, or in a chat lists of messages.

@@ -34,8 +34,8 @@ Another process does not have it: `training/delegation.py` gives its backend sdp
 """
 FLASH = "flash_attention_2"
 LAYERS = {"full_attention", "sliding_attention", "attention"}
-"""Types of layers, by transformers' names, whose only path between tokens is causal attention. A
-model with any other type pads (`_find_config_obstacle`).
+"""Types of layers, by transformers' names, whose only path between tokens is causal attention. The
+rows of a model with any other type are padded (`_find_config_obstacle`).
 """
 LARGEST_HEAD = 256
 """The largest head that FlashAttention's kernels have, in torch too."""
