@@ -15,7 +15,8 @@ What follows from a stage's signature:
   compared.
 - A parameter is a setting of each pipeline that takes the stage's `settings`, unless it is among
   `config/pipeline.py: SET_BY_PIPELINE`, as those that a graph wires.
-- A default that a rule replaces is in `config/rules.py: RULES`, too.
+- A default that a rule replaces is in `config/rules.py: RULES`, too
+  (`tests/unit/config/test_followed.py`).
 - Metrics of a stage without a `role` are drawn nowhere (`runs/run_record.py: RECORDING_ROLES`).
 - A stage that trains is in `config/choices.py: TRAINERS` and `LEARNING_RATES`, or no rule is for
   it.

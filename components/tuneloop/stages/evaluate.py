@@ -5,9 +5,9 @@ has no answers (`inference/held_out.py`). `deploy_model`, promotions (`runs/prom
 gate of KFP judge by its `mean_reward` or its samples.
 
 In a pipeline with a loop, settings of this stage follow those of `rollout` and `reward` that
-`config/loop.py: INHERITED` names. `punish`, `escape_score`, `memory_mb` and `workers` of `reward`
-have no counterpart here: scoring takes the defaults of `rewards/stage_scoring.py:
-ScoringStage.score`.
+`config/loop.py: INHERITED` names. `punish`, `escape_score` and `memory_mb` of `reward` have no
+counterpart here, so that a completion may have a score in training and none in an evaluation, or
+the reverse.
 """
 
 from typing import ClassVar

@@ -1,8 +1,9 @@
 """Score rollouts with a reward model, in place of `reward` or in addition to its scores.
 
 It takes rollouts, or what `reward` made of them, and writes the same columns, so that
-`policy_update` reads either (`JUDGEMENTS` of `formats/rollouts.py`). As `reward` it passes on the
-facts of the rollouts and the groups that they carry. Tests: `tests/unit/stages/test_preference.py`.
+`policy_update` reads either (`JUDGEMENTS` of `formats/rollouts.py`). Like `reward`, it passes on
+the facts of the rollouts and the groups that they carry. Tests:
+`tests/unit/stages/test_preference.py`.
 """
 
 import json

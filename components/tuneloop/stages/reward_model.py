@@ -98,7 +98,8 @@ def train_step(
         loss = bradley_terry(chosen, rejected, center).sum() / len(prepared.indices)
         loss.backward()
         margin = chosen - rejected
-        # A further metric is a place here, in `totals` and in what the ranks sum below.
+        # A further metric is added here, to the length of `totals`, and where the sums of all ranks
+        # are taken apart below.
         sums = torch.stack([loss.detach(), (margin > 0).sum(), margin.detach().sum()])
         totals += sums.double().cpu()
     norm, rate = trainer.update()

@@ -67,8 +67,9 @@ class RolloutOptions(SamplingOptions):
     """Options of sampling: never top-p or top-k, whose log-probabilities would bias the importance
     ratios.
 
-    An option that changes what is sampled belongs into `_shared_options`, too, and into
-    `config/loop.py: INHERITED`, if an evaluation is to follow it.
+    An option by which carried completions would differ from new ones belongs into
+    `_shared_options`, too, and one that an evaluation is to follow into `config/loop.py:
+    INHERITED`.
     """
 
     flags: ClassVar[tuple[str, ...]] = (

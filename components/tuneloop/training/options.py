@@ -4,19 +4,22 @@ Each option is a flag of every stage whose options have it and a key of the pipe
 that describe the model are arguments of `Policy` (`MODEL_OPTIONS`); those that all stages of a run
 have in common are in the section ``trainer`` (`TRAINER_SETTINGS` of `config/trainer.py`).
 
-A new option is a field of `TrainerOptions`, and nothing complains where it is not named elsewhere:
+A new option is a field of `TrainerOptions`. It is named in these places, too, as far as they
+concern it, and nothing notices one that is left out:
 
 - `training/backends/trl.py: SHARED_OPTIONS` or `UNSUPPORTED`: TRL's backend ignores it otherwise.
 - `stages/policy_update.py: PolicyUpdateOptions.flags`: a loop does not have it otherwise.
-- `MODEL_OPTIONS` below, if the model is made with it, or `Optimization`, if the optimizer is; of
-  these `extensions/gateway/resident.py: _read_optimization` makes one for each step.
+- `MODEL_OPTIONS` below, if the model is made with it. (If the optimizer is, it is a field of
+  `Optimization`, which `extensions/gateway/resident.py: _read_optimization` makes, too.)
 - `config/trainer.py: TRAINER_SETTINGS`, if it is set once for all stages; else each stage's section
   has it.
 - `planning/limits.py: GPU_SETTINGS`, if it needs a GPU; `argo/memory_estimate.py`, if memory
   depends on it.
 
 A default that is changed here or in a stage's subclass is changed in `config/rules.py: RULES`, too:
-a rule replaces only the defaults that it lists, and stops applying without a word.
+a rule replaces only the defaults that it lists, and would no longer apply.
+`tests/unit/config/test_followed.py` notices that for the stages of shipped pipelines, so not for
+`reward_model`.
 """
 
 import math
