@@ -37,7 +37,11 @@ from tuneloop.rewards.stage_scoring import ScoringStage
 
 
 class EvaluateOptions(SamplingOptions):
-    """What is measured."""
+    """What is measured.
+
+    An option that `rollout` has, too, is a field of `SamplingOptions` and named in `SHARED_FLAGS`
+    (`inference/generate.py`). A field that is not among `flags` is no parameter.
+    """
 
     flags: ClassVar[tuple[str, ...]] = (
         "engine",

@@ -164,7 +164,8 @@ class Tracker(trackers.Tracker):
         source = f"{split_ref(ref)[0]}/{manifest.root}"
         tags = {REFERENCE_TAG: ref, "tuneloop.run": str(self.run.info.run_name)}
         with _go_on_without(ref):
-            # `runs/mirroring.py: Mirror._find_artifacts` gives these two kinds alone.
+            # `runs/mirroring.py: Mirror._find_artifacts` gives artifacts of the kinds prompts and
+            # model, and the input `prompts` of any other.
             if manifest.kind == "prompts":
                 self._log_data(manifest, source, tags)
             else:
