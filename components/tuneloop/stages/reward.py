@@ -114,8 +114,7 @@ def reward(
     _write(sampled, outcomes, stage.out / REWARDS_FILE)
     pass_carried(rollouts, stage.out)
     summary = summarize_rewards(rows, outcomes)
-    # The facts of the rollouts are passed on as they are: the update needs them
-    # (`formats/facts.py: RewardFacts`).
+    # The facts of the rollouts are passed on as they are: the update needs them (`RewardFacts`).
     stage.facts.update(rollouts.manifest.facts)
     stage.facts["reward"] = summary
     # `mean` is no curve, as the result is one already (`runs/run_record.py: NO_CURVES`).
