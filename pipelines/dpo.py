@@ -25,8 +25,10 @@ from tuneloop.stages.sft import sft
 from tuneloop.stages.tokenize_data import tokenize_data
 from tuneloop.workflow.loop import Graph, StageSpec
 
+# A pretrained model skips this section: `config/rules.py` unsets an optional one of the name `sft`.
 TUNING = sft.settings(without=SET_FOR_TRAINERS)
 
+# `pipelines/sft.py` says what knows the names of sections, and the number 8.
 Config: Any = PipelineConfig.with_sections(
     tokenize=(Tokenize, False),
     data=data_prep.settings(without=SET_BY_PIPELINE),
@@ -69,7 +71,8 @@ def stages(config: Config) -> list[StageSpec]:
     if config.sft:
         required.insert(0, "sft")
         tuning.append(StageSpec(sft, config.sft, trainer=trainer, processes=config.processes))
-    # KTO estimates the divergence from completions of other prompts.
+    # KTO estimates the divergence from completions of other prompts. Another algorithm with
+    # `needs_kl` (`algorithms/_preference.py`) has to be named here.
     mismatched = config.preference.algorithm.kind == "kto"
     specs = [
         StageSpec(data_prep, choose_sizes(config.data), required=required),
@@ -90,6 +93,7 @@ def stages(config: Config) -> list[StageSpec]:
             # What is trained on has to be scored.
             max_length=config.preference.max_length,
         ),
+        # Unlike those of `sft.py`, stages here train in one pod: there is no setting `nodes`.
         StageSpec(preference, config.preference, trainer=trainer, processes=config.processes),
         StageSpec(evaluate, config.evaluate, engine="transformers"),
         StageSpec(export, config.export),
@@ -101,7 +105,7 @@ def draw(graph: Graph) -> None:
     """Fine-tuning on demonstrations, then on pairs; evaluated before and after the pairs, and exported."""
     data = graph.stage(data_prep)
     model = graph.stage(base_model, prompts=data.prompts)
-    # Evaluations read prompts; what trains reads tokens where there are any.
+    # Evaluations read prompts. Stages that train read the tokens if `tokenize_data` makes them.
     rows = data.prompts
     if graph.config.tokenize:
         rows = graph.stage(tokenize_data, policy=model.checkpoint, prompts=rows).tokens

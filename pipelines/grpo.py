@@ -40,6 +40,8 @@ from tuneloop.stages.reward import reward
 from tuneloop.stages.rollout import rollout
 from tuneloop.workflow.loop import Graph, Loop, StageSpec, Step
 
+# `LoopPipelineConfig` reads the sections `rollout`, `reward`, `update` and `evaluate` by these
+# names (`config/loop.py`). `pipelines/sft.py` says what else knows names, and the number 8.
 Config: Any = LoopPipelineConfig.with_sections(
     data=data_prep.settings(without=SET_BY_PIPELINE | PAIRS, sft=0),
     model=base_model.settings(without=SET_BY_PIPELINE),
@@ -54,7 +56,10 @@ Config: Any = LoopPipelineConfig.with_sections(
 
 # A step takes its inputs and parameters from wires: values of the loop (those of `carry` and
 # `constants`; `iteration` and `endpoint` are always there), or outputs of a step before, under the
-# names that they have in the YAML.
+# names that they have in the YAML. The last step trains. A wire that leads nowhere is refused when
+# this file is loaded (`workflow/loop.py`), and `runs/forking.py` begins a fork from `carry` and
+# `constants`. On KFP the loop ends by the result `mean_reward` of whatever is the trainer's input
+# `rewards` (`kfp/stage.py: report_commit`), which must be the same as `reward` here.
 LOOP = Loop(
     steps=[
         Step(

@@ -1,6 +1,9 @@
 """Supervised fine-tuning: data_prep → base_model → sft → export, evaluated before and after.
 
 `data=chats.jsonl` takes your own rows.
+
+`sft_then_grpo.py` takes `list_tuning_stages`, `fine_tune` and `Tokenize` from here; `dpo.py` has
+code of its own for the same stages.
 """
 
 from typing import Any
@@ -16,6 +19,10 @@ from tuneloop.stages.sft import sft
 from tuneloop.stages.tokenize_data import tokenize_data
 from tuneloop.workflow.loop import Graph, StageSpec
 
+# Most of what reads settings finds a section by its stage. By these names they are known to
+# `config/rules.py`, `config/loading.py`, `config/pipeline.py`, `config/commented_yaml.py: FIRST`
+# and `config/foreign_names.py`. The number 8 of `max_tokens` is also in `config/rules.py: RULES`,
+# which replaces it for other models than the demo's.
 Config: Any = PipelineConfig.with_sections(
     nodes=(Nodes, 1),
     tokenize=(Tokenize, False),
@@ -64,7 +71,8 @@ def fine_tune(graph: Graph, model: Any, rows: Any) -> Any:
 
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages with their parameters."""
-    # The stage refuses prompts whose completions would not fit the model's context.
+    # The stage `base_model` checks that the prompts of each split named here leave room for these
+    # tokens in the model's context.
     completion_tokens = {"eval": config.evaluate.max_tokens}
     specs = [
         StageSpec(data_prep, config.data, required=["sft"]),

@@ -18,7 +18,8 @@ from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.sft import sft
 from tuneloop.workflow.loop import Graph, StageSpec
 
-# Pipelines are files, not modules of a package: those beside this one are loaded by name.
+# Pipelines are files, not modules of a package: those beside this one are loaded by name. So this
+# pipeline has each stage, setting and wire of both; what is overridden is listed below.
 grpo = load_pipeline("grpo", beside=__file__)
 tuning = load_pipeline("sft", beside=__file__)
 

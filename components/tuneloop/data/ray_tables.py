@@ -1,6 +1,6 @@
 """Tables that are examined by Ray Data, on a cluster or on this machine.
 
-For `data_prep` with ``preparation=ray``; `argo/trainjob.py` makes the RayJob. Rows and their bytes
+For `data_prep` with ``preparation=ray``; `extensions/trainers/trainjob.py` makes the RayJob. Rows and their bytes
 have to be those of ``preparation=here`` (`tests/local/test_preparation.py`): so the order is kept,
 and what `data/tables.py: examine_answers` needs has to be picklable.
 """

@@ -5,7 +5,7 @@ people read these. A kind that is added is a value of that column, and has to be
 `rewards/score_record.py: FINAL` (is it final, or judged again?), `may_pass` below (may another
 attempt give a score?), `rewards/error_budget.py` (what is said of it),
 `rewards/scoring.py: _combine` (which of several kinds is the row's), and in `training/samples.py`
-and `runs/run_record.py` (does such a row have a score?). `stages/evaluate_lm_eval.py` and
+and `runs/run_record.py` (does such a row have a score?). `extensions/evaluation/evaluate_lm_eval.py` and
 `inference/held_out.py` write kinds by themselves.
 """
 

@@ -1,5 +1,13 @@
 """The policy to start from: a Hugging Face model, one of a store or of another run, or a tiny one
 made here with a tokenizer for the prompts.
+
+`training/pretrained.py` reads a model that is not made here. Parameters are read by name elsewhere:
+`config/rules.py: read_base_model` chooses settings by them, `planning/limits.py` refuses wrong ones
+before a run, and `cluster/schedule.py: take_base_model` replaces `model` in a schedule's pods.
+
+Tests: `tests/unit/stages/test_base_model.py`; for each kind of model `test_pretrained.py`,
+`test_stored_models.py`, `test_hub_names.py`, `test_adapter_base.py`, `test_multimodal.py`; for
+templates `test_template_date.py`.
 """
 
 import datetime
@@ -52,6 +60,11 @@ from tuneloop.weights.codec import Encoding
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
 TINY = ("tiny-qwen3", "tiny-llama")
+"""Models that are made here. Few settings follow them (`config/followed.py: Rule.for_demo`), and
+they are no path and no name of the hub (`config/model_facts.py`, `planning/limits.py`). The first
+is the default, as in `config/pipeline.py: PipelineConfig`. `_make_tiny_model` makes each by its
+name.
+"""
 TINY_SHAPE: JsonObject = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -61,6 +74,7 @@ TINY_SHAPE: JsonObject = {
     "head_dim": 32,
     "tie_word_embeddings": True,
 }
+"""Keys of transformers' configurations; `config/model_facts.py` computes memory from them."""
 PAD = "<|endoftext|>"
 EOS = "<|im_end|>"
 START = "<|im_start|>"
@@ -191,8 +205,8 @@ SaveDtype = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"],
     Field(description="dtype of the saved weights; auto: the model's own"),
 ]
-# `weights`, `publish_weights` and `weight_encoding` are read by `publish_checkpoint`, which runs after
-# the stage's commit.
+# `weights`, `publish_weights` and `weight_encoding` are read by name by
+# `weights/publication.py: publish_checkpoint`, which runs after the stage's commit.
 PublishWeights = Annotated[
     bool, Field(description="false: replicas have them", json_schema_extra=UNTRACKED)
 ]
@@ -293,6 +307,7 @@ def base_model(
         vocabulary = count_served_ids(policy, tokenizer)
         write_canary(stage, policy, tokenizer, prompts, model)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
+    # Later versions have those of these facts that `checkpoint.write_checkpoint` copies.
     stage.facts.update(
         version=0,
         model=model,
@@ -433,7 +448,7 @@ def set_turn_end(stage: Stage, policy: Any, tokenizer: Any) -> None:
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
     """Train a byte-level BPE tokenizer of at most `vocab_size` tokens; equal texts give equal
-    files.
+    files. Another tokenizer gives other ids to the demo, and to the tests that name some.
 
     It can spell any text (all 256 bytes are in it), has ``<|im_end|>`` as the end of sequence,
     ``<|endoftext|>`` for padding, and ChatML as its chat template.

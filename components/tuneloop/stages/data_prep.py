@@ -4,7 +4,12 @@ checked.
 The stage only orders the parts: sources (`data/sources.py`), the split of each row
 (`data/splitting.py`), gold answers (`data/tables.py`), and what is refused (`data/preparation.py`).
 A parameter that is added needs a default, or is refused where an earlier release has committed
-(`core/component.py`).
+(`core/component.py`). One that later stages are to read is a fact as well, and has to be named in
+`formats/facts.py: PromptFacts` and `stages/tokenize_data.py`.
+
+What names a source is part of the output's identity (`data/sources.py: digest_source_of`), and is
+read before a run, too (`planning/limits.py: list_data_sources`). Tests:
+`tests/unit/stages/test_data_prep.py`, `test_data_splits.py`, and `tests/unit/data`.
 """
 
 import functools
@@ -118,6 +123,8 @@ class DataOptions(Options):
         "a split (one at least), cut demonstrations off, or refuse the data",
     )
     timeout_s: float = Field(5.0, gt=0, description="seconds that one call of a reward may take")
+    # A pipeline gives it. A split that one requires has an entry in
+    # `data/requirements.py: REQUIREMENTS`.
     required: list[Split] = Field(
         [],
         description="splits that later stages cannot do without: data that has no row for "
@@ -132,7 +139,11 @@ class DataOptions(Options):
 
     @property
     def wanted(self) -> dict[Split, int | None]:
-        """Split → the rows that the user wants in it, in the order in which splits take theirs."""
+        """Split → the rows that the user wants in it, in the order in which splits take theirs.
+
+        These are all of `data/sizes.py: SPLITS`. Those of `config/pipeline.py: PAIRS` are settings
+        of the pipeline ``dpo`` alone.
+        """
         return {
             "eval": self.eval,
             "sft_eval": self.sft_eval,

@@ -5,8 +5,13 @@ The Deployment's containers take the model from ``$MODEL`` and serve it under it
 (``manifests/components/model-server``). An annotation, written together with the model, names the
 previous model. So after a kill at any point the next attempt knows where to continue.
 
-Its pod has an account of its own, which may change that Deployment (``account`` below). Exit code 3
-says that the model did not pass, and what was served before is still served.
+Its pod has an account of its own, which may change that Deployment (``account`` below).
+``manifests/components/model-deployer`` names this account and the Deployment `tuneloop-model`:
+where one of them is changed here, it is changed there, too (`tests/unit/test_manifests.py`). Exit
+code 3 says that the model did not pass, and what was served before is still served
+(`core/errors.py: NotPromoted`).
+
+Tests: `tests/unit/stages/test_deploy_model.py`, and `tests/cluster/test_serving.py` in a cluster.
 """
 
 import json
@@ -29,9 +34,13 @@ from tuneloop.kube.connection import NAMESPACE, Connection, connect_to_cluster, 
 
 PROMOTION = "tuneloop.dev/promotion"
 """Annotation of a Deployment, as JSON: its `model`, the model's `mean_reward`, whether the model
-was `proved` to answer, and the same fields of the `former` model.
+was `proved` to answer, and the same fields of the `former` model. A Deployment may have that of an
+earlier release, or none: a field that is added may be missing.
 """
 MODEL = "MODEL"
+"""The variable of the pods' containers with the reference of the model, as
+``manifests/components/model-server/server.yaml`` reads it.
+"""
 PROBE_S = 60.0
 """Seconds within which ready pods must answer: until then, a Service may still route to the
 previous pods.

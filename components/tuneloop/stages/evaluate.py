@@ -1,7 +1,13 @@
 """Measure a policy on held-out prompts.
 
 It scores completions as the stage `reward` does, or their likeness to demonstrations where the data
-has no answers (`inference/held_out.py`). `deploy_model` gates by its `mean_reward`.
+has no answers (`inference/held_out.py`). `deploy_model`, promotions (`runs/promotions.py`) and the
+gate of KFP judge by its `mean_reward` or its samples.
+
+In a pipeline with a loop, settings of this stage follow those of `rollout` and `reward` that
+`config/loop.py: INHERITED` names. `punish`, `escape_score` and `memory_mb` of `reward` have no
+counterpart here, so that a completion may have a score in training and none in an evaluation, or
+the reverse.
 """
 
 from typing import ClassVar
@@ -31,7 +37,11 @@ from tuneloop.rewards.stage_scoring import ScoringStage
 
 
 class EvaluateOptions(SamplingOptions):
-    """What is measured."""
+    """What is measured.
+
+    An option that `rollout` has, too, is a field of `SamplingOptions` and named in `SHARED_FLAGS`
+    (`inference/generate.py`). A field that is not among `flags` is no parameter.
+    """
 
     flags: ClassVar[tuple[str, ...]] = (
         "engine",

@@ -2,7 +2,11 @@
 peft's, and GGUF.
 
 Pipelines end with it, or with `deploy_model`, which serves what it writes. `tuneloop generate`,
-attestations and `deploy_model` read what it writes by the names of files alone.
+attestations and `deploy_model` read what it writes by the names of files alone; trackers and the
+registry of KFP find it by its kind, ``model``. `planning/disk.py` estimates its size.
+
+Tests: `tests/unit/stages/test_export.py`; of adapters `test_adapter.py`, of the hub
+`test_hub_names.py`.
 """
 
 import re
@@ -25,6 +29,8 @@ from tuneloop.training.checkpoint import DROPPED_SETTINGS, find_state, lora_base
 from tuneloop.weights.gguf import write_gguf
 from tuneloop.weights.layout import preallocate_safetensors, read_header, write_bytes_at
 
+# `planning/disk.py` counts `adapter` for a run's room, and not `gguf`; `config/pipeline.py:
+# PipelineConfig` refuses `adapter` where nothing trains adapters.
 WithAdapter = Annotated[
     bool, Field(description="write the LoRA adapters alone, too, in a folder adapter/")
 ]
@@ -75,6 +81,9 @@ def count_parameters(path: Path) -> int:
 def write_adapter(policy: Artifact, target: Path, title: str) -> None:
     """Write a checkpoint's adapters in the files of peft, with a card that says how to load them.
 
+    `extensions/provenance/attestation.py` calls it for `tuneloop push`. The card is the template
+    `adapter_card.md` beside this file; `describe_adapter` fills it.
+
     Args:
         target: the directory to make.
         title: heading of the card, and the path that its example loads the adapters from.
@@ -111,7 +120,10 @@ def write_adapter(policy: Artifact, target: Path, title: str) -> None:
 
 
 def read_adapters(trainer: Path) -> dict[str, np.ndarray]:
-    """Read the adapters in ``trainer/``: peft's name → float32 tensor, its ranks' shards joined."""
+    """Read the adapters in ``trainer/``: peft's name → float32 tensor, its ranks' shards joined.
+
+    `training/distributed_checkpoint.py` writes these files, under the names of `Trainer._state`.
+    """
     shards_by_name: dict[str, list[np.ndarray]] = defaultdict(list)
     # The files' names are in the order of ranks, and so of the rows that these hold.
     for path in sorted(trainer.glob("*.safetensors")):
@@ -153,7 +165,10 @@ def describe_adapter(
     hub_name: str | None,
     revision: str | None,
 ) -> str:
-    """Return the card of adapters: how they are loaded, and over which very base."""
+    """Return the card of adapters: how they are loaded, and over which very base.
+
+    What stands in braces in `adapter_card.md` is an argument of `format` here, or a part of one.
+    """
     sums = [
         f"`{name}` {file.sha256}"
         for name, file in base.manifest.files.items()

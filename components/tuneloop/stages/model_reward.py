@@ -1,7 +1,9 @@
 """Score rollouts with a reward model, in place of `reward` or in addition to its scores.
 
 It takes rollouts, or what `reward` made of them, and writes the same columns, so that
-`policy_update` reads either (`JUDGEMENTS` of `formats/rollouts.py`).
+`policy_update` reads either (`JUDGEMENTS` of `formats/rollouts.py`). Like `reward`, it passes on
+the facts of the rollouts and the groups that they carry. Tests:
+`tests/unit/stages/test_preference.py`.
 """
 
 import json
@@ -58,7 +60,7 @@ def model_reward(
     ]
     ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("load"):
-        # One more: the score is read at a token that is appended.
+        # One more: the score is read at a token that is appended (`Scorer.collate`).
         max_length = max(map(len, sequences)) + 1
         directory = scorer.part("model")
         model = Scorer(directory, ranks, max_length=max_length, **options.model_options)
@@ -126,6 +128,7 @@ def add_model_scores(table: pa.Table, model_scores: list[float], weight: float) 
         breakdown = json.loads(judgement["breakdown"]) | {"model": model_score}
         breakdowns.append(json.dumps(breakdown, sort_keys=True))
     outcomes = [judgement["outcome"] for judgement in judgements]
+    # In the order of `JUDGEMENTS`: a column that is added there and not here is lost.
     for field, values in zip(JUDGEMENTS, (outcomes, sums, breakdowns)):
         table = table.append_column(field, pa.array(values, field.type))
     return table

@@ -3,6 +3,8 @@
 The stage only orders the parts: where the state comes from (`training/state_sources.py`), which
 samples count (`training/mini_batches.py`), steps (`training/policy_gradient.py`), and what is
 written (`training/checkpoint.py`). Every function here is called by all ranks.
+
+Tests: `tests/unit/stages/test_policy_update.py`, `test_replay.py`, `test_parts.py`.
 """
 
 from __future__ import annotations
@@ -58,8 +60,9 @@ class PolicyUpdateOptions(TrainerOptions):
     """Options of a trainer on rollouts.
 
     Attributes:
-        flags: the options of the base class that this stage has; one that is not named here is no
-            parameter of it.
+        flags: the options that this stage has; a field of this or the base class that is not named
+            here is no parameter. The order is that in which values are checked: `max_steps` needs
+            `lr_scheduler_type` before it.
     """
 
     flags: ClassVar[tuple[str, ...]] = (
@@ -108,6 +111,8 @@ class PolicyUpdateOptions(TrainerOptions):
     max_staleness: int = Field(
         0, ge=0, description="versions that rollouts may be older than the policy"
     )
+    # `training/old_checkpoints.py` deletes by the last two; `planning/disk.py` and
+    # `planning/checkpoint_size.py` compute sizes from all three.
     state_every: int = Field(
         1,
         ge=1,
@@ -362,7 +367,8 @@ def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
     """Repeat the updates since the last checkpoint with the trainer's state.
 
     Each has the inputs and parameters that its manifest names, and is verified by the digest of the
-    state. At the end `RESIDENT` holds the trainer of `policy`.
+    state. At the end `RESIDENT` holds the trainer of `policy`. `runs/replay.py` repeats a whole
+    stage of any kind, to prove it: a second way, with which this has no code in common.
 
     Raises:
         UserError: an input is missing or has changed, or the result has other bits.
@@ -401,11 +407,12 @@ def repeat_update(stage: Stage, repeated: Artifact, ranks: Ranks) -> None:
         processes = format_count(world_size, "process", "processes")
         problem = f"the update was made by {processes}, and another number gives other bits"
         raise UserError("--expected-world-size", ranks.world, f"{problem} {remedy}")
+    # A parameter that this release no longer has is refused here: the update cannot be repeated.
     params = policy_update.validate(repeated.manifest.params)
     inputs = {name: Artifact(ref) for name, ref in repeated.manifest.inputs.items()}
     arguments = policy_update.build_arguments(params, inputs)
     # The scratch stage has the seed among its parameters; where the user publishes has no
-    # influence on the update.
+    # influence on the update. Any other parameter of `policy_update` is one of `train_policy`.
     unused = {"weights", "seed"}
     used = {name: value for name, value in arguments.items() if name not in unused}
     with tempfile.TemporaryDirectory() as scratch, _scratch_stage(stage, params, Path(scratch)):
@@ -436,7 +443,7 @@ def _scratch_stage(stage: Stage, params: Params, out: Path) -> Iterator[None]:
     """Give `stage` the parameters of another update while the block runs.
 
     That update's files, facts, notes and timings are dropped. It is the same object, since a signal
-    sets its `stopping`.
+    sets its `stopping`: another field of `Stage` that a stage fills has to be saved here, too.
     """
     saved = replace(stage)
     stage.params = params

@@ -1,6 +1,7 @@
 """Preference optimization: the policy learns which of two completions is the better one.
 
-`reference_logprobs` runs before it, on the same data and with the same `max_length`.
+`reference_logprobs` runs before it, on the same data and with the same `max_length`. With another
+backend that one trains (`training/delegation.py`), and computes its reference itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,11 +38,14 @@ if TYPE_CHECKING:
 
 Reference = Mapping[str, np.ndarray]
 """``chosen``, ``rejected``, and for KTO ``chosen_kl``, ``rejected_kl``: each float64 of the shape
-``[pairs]``.
+``[pairs]``. They are the columns that `stages/reference_logprobs.py` writes, but ``id`` and
+``tokens``.
 """
 
 METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-"""Metrics that are summed over the pairs of all ranks, under TRL's names."""
+"""Metrics that are summed over the pairs of all ranks, under TRL's names: the loss, and those of
+`algorithms/_preference.py: Preference.measures`. A measure that is not named here is dropped.
+"""
 
 
 class PreferenceOptions(PairOptions, BackendOptions):
@@ -84,7 +88,7 @@ def preference(
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")
         held_out = read_pairs(prompts, policy, "preference_eval")
-    # `epochs` counts the pairs, of which `fit_pairs` may still drop some.
+    # The steps of `epochs` are computed from all pairs, though `fit_pairs` may drop some below.
     options = options.resolve_steps(len(pairs), ranks.world)
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)

@@ -2,7 +2,8 @@
 same data.
 
 `preference` reads the file of each split by the ids of pairs, and compares the digests of their
-tokens.
+tokens. It takes every column but these two as log-probabilities. Tests:
+`tests/unit/stages/test_preference.py`.
 """
 
 from typing import Annotated, ClassVar

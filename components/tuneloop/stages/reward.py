@@ -1,7 +1,12 @@
 """Judge rollouts: a weighted sum of named rewards, with typed outcomes and an error budget.
 
 Rewards themselves are in `tuneloop.rewards`; the rows say which of them judge (column
-``reward_spec``).
+``reward_spec``). `rewards/scoring.py` calls them, `rewards/error_budget.py` decides how many may
+fail.
+
+`evaluate` scores as this stage does, and TRL's GRPO by `training/backends/trl.py: score`. A column
+that rewards get in addition is read here and in both of these, and has to be made for the rows of
+`rewards/proof.py` and `local/probe.py`.
 """
 
 import itertools
@@ -109,9 +114,10 @@ def reward(
     _write(sampled, outcomes, stage.out / REWARDS_FILE)
     pass_carried(rollouts, stage.out)
     summary = summarize_rewards(rows, outcomes)
-    # The facts of the rollouts are passed on as they are: the update needs them.
+    # The facts of the rollouts are passed on as they are: the update needs them (`RewardFacts`).
     stage.facts.update(rollouts.manifest.facts)
     stage.facts["reward"] = summary
+    # `mean` is no curve, as the result is one already (`runs/run_record.py: NO_CURVES`).
     stage.metric(
         rollouts.manifest.version or 0,
         mean=float(summary["mean"]),
@@ -143,7 +149,8 @@ def _write(file: pq.ParquetFile, outcomes: Sequence[Outcome], scored: Path) -> N
 def summarize_rewards(rows: Sequence[JsonObject], outcomes: Sequence[Outcome]) -> JsonObject:
     """Summarize the output of `reward`; rows without a score count in `outcomes` alone.
 
-    One must have a score.
+    One row at least must have a score. `formats/facts.py: ScoreFacts` reads `outcomes`, by which
+    reports tell over how many completions a mean was taken.
     """
     scores: list[float] = []
     solved: list[bool] = []

@@ -1,6 +1,8 @@
 """Train a reward model on pairs (Bradley-Terry); `model_reward` scores rollouts with it.
 
-Its artifact is no policy: it has no version, and only `model_reward` opens it.
+Its artifact is no policy: it has no version, no canary and no trainer's state, and only
+`model_reward` opens it. No shipped pipeline has these two stages. Tests:
+`tests/unit/stages/test_preference.py`, and `tests/local/test_parity.py` against TRL.
 """
 
 import shutil
@@ -96,6 +98,8 @@ def train_step(
         loss = bradley_terry(chosen, rejected, center).sum() / len(prepared.indices)
         loss.backward()
         margin = chosen - rejected
+        # A further metric is added here, to the length of `totals`, and where the sums of all ranks
+        # are taken apart below.
         sums = torch.stack([loss.detach(), (margin > 0).sum(), margin.detach().sum()])
         totals += sums.double().cpu()
     norm, rate = trainer.update()

@@ -2,6 +2,8 @@
 
 What samples is chosen by `inference/generate.py`. The trainer trusts these columns: ids,
 log-probabilities and versions of each token.
+
+Tests: `tests/unit/stages/test_rollout.py`, `test_carry.py`, `test_too_long.py`.
 """
 
 import itertools
@@ -64,6 +66,10 @@ def _check_oversampling(size: int | None, info: ValidationInfo) -> int | None:
 class RolloutOptions(SamplingOptions):
     """Options of sampling: never top-p or top-k, whose log-probabilities would bias the importance
     ratios.
+
+    An option by which carried completions would differ from new ones belongs into
+    `_shared_options`, too, and one that an evaluation is to follow into `config/loop.py:
+    INHERITED`.
     """
 
     flags: ClassVar[tuple[str, ...]] = (
@@ -136,6 +142,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     # Groups that have begun come first: they have waited longest for their end.
     rows = [dict(group.row) for group in begun_groups.values()]
     rows += rollouts.read_rows(train, indices, columns)
+    # The names are part of seeds and of request ids; `evaluate` has an e for the p.
     new_names = [f"i{options.iteration:06d}-p{number:05d}" for number in range(len(indices))]
     names = [*begun_groups, *new_names]
     if len(set(names)) < len(names):
@@ -174,6 +181,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     return {"completions": len(sampled), "mean_length": mean_length}
 
 
+# `rollouts.make_rows` takes its three parts in this order.
 Group = tuple[Mapping[str, Any], rollouts.Request, Sequence[rollouts.Completion]]
 """A row of prompts, its request, and its completions."""
 
@@ -184,7 +192,11 @@ def record_metrics(
     sampled: Sequence[rollouts.Completion],
     more_metrics: Mapping[str, float],
 ) -> float:
-    """Record the metrics of an iteration's completions, and return their mean length in tokens."""
+    """Record the metrics of an iteration's completions, and return their mean length in tokens.
+
+    `runs/alarms.py` looks for ``mean_length``; `ui/static/dom.js` has titles for these and for the
+    figures of the canary.
+    """
     mean_length = sum(len(completion.ids) for completion in sampled) / len(sampled)
     truncated = sum(completion.finish_reason == "length" for completion in sampled)
     stage.metric(
@@ -262,6 +274,7 @@ def _open_rounds(
         begun_groups = {}
     if not (options.carry_after and options.oversampled_prompts):
         return None, options.iteration * (options.oversampled_prompts or batch_size)
+    # `config/loop.py: LoopPipelineConfig.max_staleness` allows the trainer the same age.
     rounds_per_completion = options.max_tokens // options.carry_after
     oldest = bound_staleness(rounds_per_completion, options.oversampled_prompts, batch_size)
     rounds = Rounds(options.carry_after, batch_size, oldest, begun_groups)
@@ -271,7 +284,11 @@ def _open_rounds(
 
 
 def _shared_options(options: RolloutOptions) -> JsonObject:
-    """Return the options that must be equal for all groups of a batch, carried or new."""
+    """Return the options that must be equal for all groups of a batch, carried or new.
+
+    They are written beside carried groups. With one more here, groups that an earlier release
+    carried are dropped, as they lack it.
+    """
     shared = {
         "prompts_per_iteration",
         "n",

@@ -1,7 +1,11 @@
 """Supervised fine-tuning: the policy learns the completions of the demonstrations.
 
-With another backend that one trains, and this stage still reads the data, measures and writes the
-checkpoint (`training/delegation.py`).
+With another backend, that backend trains, and this stage still reads the data, measures and writes
+the checkpoint (`training/delegation.py`). The loop over steps is `training/epochs.py:
+train_epochs`.
+
+Tests: `tests/unit/stages/test_sft.py`, `test_held_out.py`, `test_too_long.py`; with TRL
+`tests/local/test_trl.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +37,11 @@ if TYPE_CHECKING:
 
 
 class SftOptions(BackendOptions):
-    """Options of a trainer on demonstrations."""
+    """Options of a trainer on demonstrations.
+
+    `config/rules.py: RULES` lists the defaults of `warmup_steps`, `learning_rate` and others, and
+    `config/trainer.py` repeats that of `adam_beta2` in words.
+    """
 
     max_steps: int = Field(250, ge=1, description="optimizer steps, unless epochs is set")
     eval_steps: int | None = Field(

@@ -38,7 +38,9 @@ def tokenize_data(stage: Stage, policy: Input, prompts: Input) -> Results:
     tokens = {split: corpus.tokens for split, corpus in corpora.items()}
     # A stage refuses these tokens for a policy whose tokenizer has another digest.
     stage.facts.update(tokens=tokens, tokenizer=digest_tokenizer(policy))
-    # How rows are treated is a setting of the data, which stages read from either artifact.
+    # How rows are treated is a setting of the data, which stages read from either artifact: these
+    # are the settings among the fields of `formats/facts.py: PromptFacts`. One that is missing here
+    # has its default for who trains on tokens.
     for name in ("history", "reasoning", "too_long", "drop_at_most"):
         if name in prompts.manifest.facts:
             stage.facts[name] = prompts.manifest.facts[name]

@@ -4,7 +4,12 @@ A mirror may be killed at any point and begun again, so a tracker takes the same
 or begins its copy of the run anew.
 
 `runs/mirroring.py` calls a tracker, in a process of its own that imports its library
-(`runs/tracking.py`).
+(`runs/tracking.py`). What its library raises is the user's mistake, and so is a place that cannot
+be written to; any other error is a bug. They are told apart by the module of the error's class,
+which has to begin with the tracker's name (`runs/mirroring.py: Mirror._blame_tracker`). So a file
+here has the name of its library.
+
+Tests of all of them: `tests/unit/trackers/test_trackers.py`.
 """
 
 from collections.abc import Mapping
@@ -18,15 +23,24 @@ from tuneloop.core.plugins import load_variant
 Rows = Mapping[tuple[str, int, float], Mapping[str, float | list[dict[str, Any]]]]
 """(axis, step, Unix seconds) → name → value, or table of samples. Axes are iteration,
 optimizer_step and version.
+
+`runs/mirroring.py` makes every value a float: MLflow and TensorBoard pass over an int.
 """
 EXTRAS = ("mlflow", "tensorboard", "trackio", "wandb")
-"""The trackers whose library of the same name comes with an extra of tuneloop."""
+"""The trackers whose library of the same name comes with an extra of tuneloop.
+
+A new one is also an extra of ``pyproject.toml``, whose rules for ruff, mypy and import-linter name
+each library or module, and of ``requirements/compile.sh``.
+"""
 
 
 class Tracker(Protocol):
     """One tool at an `address`; empty: the tool's own default.
 
-    Its library is imported from `open_run` on, as a run is started where it may be missing.
+    A tracker extends this class, and need not have `find_trouble`, `log_artifact` and `log_report`,
+    which do nothing by default: so a method that is added here breaks no tracker of a third party.
+    `find_trouble` is called before `open_run`, and all others after it. The library is imported
+    from `open_run` on, as a run is started where it may be missing.
     """
 
     address: str

@@ -15,11 +15,13 @@ from tuneloop.core.artifacts import Manifest, split_ref
 from tuneloop.core.errors import print_diagnostic
 
 ANSWER_S = 3.0
-"""Seconds within which a server answers at all."""
+"""Seconds within which a server has to answer before a run is opened (`Tracker.find_trouble`)."""
 AWAY = (502, 503, 504)
 """The statuses by which a proxy answers for a server that is away."""
 REFERENCE_TAG = "tuneloop.artifact"
-"""Tag: the reference of a dataset or a model."""
+"""Tag: the reference of a dataset or a model, by which it is found again. Renamed, models would be
+registered a second time; the same holds for the tag ``tuneloop_key`` of runs.
+"""
 VALUE_LENGTH = 6000
 """The characters of a parameter's value that every MLflow takes."""
 PARAMETER_BATCH = 100
@@ -132,6 +134,7 @@ class Tracker(trackers.Tracker):
         tables: dict[str, list[dict[str, Any]]] = {}
         for (_, step, at), row in rows.items():
             for name, value in row.items():
+                # A value that is neither a table nor a float is passed over (`trackers.Rows`).
                 if isinstance(value, list):
                     tables[f"{name}-{step:06}.json"] = value
                 elif isinstance(value, float):
@@ -161,6 +164,8 @@ class Tracker(trackers.Tracker):
         source = f"{split_ref(ref)[0]}/{manifest.root}"
         tags = {REFERENCE_TAG: ref, "tuneloop.run": str(self.run.info.run_name)}
         with _go_on_without(ref):
+            # `runs/mirroring.py: Mirror._find_artifacts` gives artifacts of the kinds prompts and
+            # model, and the input `prompts` of any other.
             if manifest.kind == "prompts":
                 self._log_data(manifest, source, tags)
             else:
@@ -268,6 +273,7 @@ class Tracker(trackers.Tracker):
         """Write the notes and how the run ended; return where the run is, and how it is shown."""
         self.client.set_tag(self.id, "mlflow.note.content", notes)
         if phase != "running":
+            # Any other phase of `runs/run_record.py: Run.phase` is an end without an error.
             status = {"failed": "FAILED", "interrupted": "KILLED"}.get(phase, "FINISHED")
             self.client.set_terminated(
                 self.id,
@@ -282,8 +288,8 @@ class Tracker(trackers.Tracker):
 
 @contextmanager
 def _go_on_without(subject: str) -> Iterator[None]:
-    """Say what a server does not take, be it for want of a place for files, or a registry; the
-    curves are there.
+    """Print what a server refuses, and go on: one without a place for files, or without a registry,
+    still takes the curves.
     """
     try:
         yield

@@ -1,7 +1,8 @@
 """TensorBoard: a directory of event files for each run, below ``./tensorboard`` or the address.
 
 The files of an earlier process that copied the same run (`tuneloop track`) are deleted, as one may
-end inside a record. TensorBoard has float32, and no tables.
+end inside a record. TensorBoard has float32, and no tables: values that are no floats are passed
+over.
 """
 
 from collections.abc import Mapping

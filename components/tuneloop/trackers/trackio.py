@@ -1,7 +1,9 @@
 """Trackio: SQLite files below ``TRACKIO_DIR`` or the address.
 
-Rows go to its storage directly: `trackio.init` chooses the run's id, `trackio.log` each row's
-time, and with a token or a Space both call the Hub.
+Rows go to its storage directly: `trackio.init` chooses the run's id, `trackio.log` each row's time,
+and with a token or a Space both call the Hub. The storage is no interface of Trackio:
+``pyproject.toml`` allows one minor release, and `tests/unit/trackers/test_trackio.py` is to pass
+before it allows the next.
 """
 
 from collections.abc import Mapping

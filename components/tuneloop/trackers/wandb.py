@@ -1,7 +1,8 @@
 """Weights & Biases: an offline run below ``./wandb``, or below the address, for `wandb sync`.
 
-Of offline runs of one id the server keeps the one synced last, so each has the whole run, and
-what an earlier mirror wrote is deleted. ``WANDB_DIR`` and ``WANDB_PROJECT`` are honoured.
+Of offline runs of one id the server keeps the one synced last, so each has the whole run, and what
+an earlier mirror wrote is deleted. ``WANDB_DIR`` and ``WANDB_PROJECT`` are honoured. Nothing here
+goes to a server.
 """
 
 import os
@@ -55,7 +56,7 @@ class Tracker(trackers.Tracker):
         """Log each row; the x of a curve is its own axis, as W&B's step counts rows."""
         for (axis, step, at), row in rows.items():
             values: dict[str, Any] = {axis: step, "_timestamp": at}
-            # Of a metric that is not defined W&B would draw the number of its row.
+            # W&B would draw a metric that is not defined over the number of its row.
             for name, value in row.items():
                 if name not in self.defined:
                     self.run.define_metric(name, step_metric=axis)

@@ -2,6 +2,10 @@
 
 `policy_update` and `preference` declare their parameters by it, `config/algorithms.py` the section
 of the settings. Algorithms themselves are in `tuneloop.algorithms`.
+
+A stage calls its two parameters `algorithm` and `algorithm_args`, in this order: the check of the
+options reads the name before them, and `training/backends/trl.py` and `argo/memory_estimate.py`
+look for these names.
 """
 
 from typing import Annotated, Any, TypeVar
@@ -20,7 +24,9 @@ REMEDIES: dict[type[BaseModel], str] = {
     PolicyGradient: "is not a policy gradient; preferences are for the stage preference",
     Preference: "learns from rewards, not from pairs; that is for the stage policy_update",
 }
-"""Kind of algorithm that a stage needs → what it says of one that is of another kind."""
+"""Kind of algorithm that a stage needs → what it says of one that is of another kind. A third kind
+needs an entry.
+"""
 
 
 def find_algorithm(name: str, kind: type[Kind]) -> type[Kind]:

@@ -6,7 +6,8 @@ that of a micro-batch.
 
 `Policy.plan` and `Policy.collate` call it. The cut into micro-batches changes results by the
 rounding of sums alone. So costs and limits here may be tuned, but a run that goes on with others
-has other bits from there on.
+has other bits from there on, and an update that is replayed is refused
+(`stages/policy_update.py: repeat_update`). Tests: `tests/unit/training/test_batch.py`.
 """
 
 import bisect
@@ -173,6 +174,7 @@ def collate_documents(
     """Lay documents out on the host, one in each row or packed into rows of at most `capacity`
     tokens; in pinned memory for a GPU.
 
+    The first token of a document must be no target: it would be predicted by another document.
     Without documents the batch has one token and no target, for an idle rank to take part in
     collectives.
     """

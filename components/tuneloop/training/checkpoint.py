@@ -4,17 +4,21 @@
 training continues: float32 parameters and AdamW's moments in DCP, and ``state.json`` with the stage
 that wrote it, the optimizer's steps and betas. With LoRA ``model/`` has the adapters merged in,
 ``trainer/`` holds only them and their moments, and the frozen parameters stay in the checkpoint
-that ``facts.base`` names, whose digest is ``base`` in ``state.json``. ``canary.json`` repeats the
-ids of the input's. Equal tensors give equal files.
+that ``facts.base`` names, whose digest is ``base`` in ``state.json``. ``canary.json`` has the token
+ids of the input's canary, with this version's log-probabilities. Equal tensors give equal files.
 
 A checkpoint of `policy_update` has no ``trainer/``: ``facts.trainer_state`` has the contents of
 ``state.json``, with the digest of the tensors, and ``notes.state_since`` names the checkpoint from
 which updates must be repeated to restore them. If they are written (``state_every``), it is as an
 artifact at ``state`` below the checkpoint, committed later.
 
-Every stage that trains ends with `release_device` and `write_checkpoint`, in this order, on all
-ranks: the next holder of the devices does not wait for files. `policy_update` alone uses
-`RESIDENT`.
+Every stage that trains a policy ends with `release_device` and `write_checkpoint`, in this order,
+on all ranks: the next holder of the devices does not wait for files. `stages/reward_model.py`
+writes its model itself, and the gateway (`extensions/gateway/resident.py`) calls `write_checkpoint`
+alone. `policy_update` alone uses `RESIDENT`.
+
+`tests/unit/stages/test_stored_facts.py` compares the facts of checkpoints, in their order, with
+those of an earlier release.
 """
 
 from __future__ import annotations
@@ -60,7 +64,9 @@ STATE_FILE = "trainer/state.json"
 """The file of a checkpoint with a `TrainerState` (`formats/facts.py`): what is added here is added
 there, with a default for older checkpoints."""
 DROPPED_SETTINGS = "dropped_generation_settings"
-"""The fact with the base's settings of sampling that are not handed on."""
+"""The fact with the base's settings of sampling that are not handed on; `stages/export.py` passes
+it on, and `formats/facts.py: LineageFacts` reads it.
+"""
 
 
 def checkpoint_stage(
@@ -138,7 +144,8 @@ def find_state(policy: Artifact) -> Artifact | None:
 
 
 def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
-    """Join the processes that train; note their device and number.
+    """Join the processes that train; note their device and number. `state_sources.py` reads the
+    note ``world_size`` again.
 
     Raises UserError if these are not as required.
     """
@@ -242,9 +249,12 @@ def write_checkpoint(
 
     ``model/`` is written in `dtype`, or with ``auto`` in that of `policy`; see
     `choose_saved_dtype`. Files beside the weights, such as the tokenizer, are those of `policy`,
-    the checkpoint that was trained. `version` defaults to the one after `policy`'s. `state_as`:
-    write the optimizer's state as ``trainer/``; or only facts, by which the update can be repeated
-    and verified; or none, for a checkpoint that is only sampled from.
+    the checkpoint that was trained. `version` defaults to the one after `policy`'s.
+
+    `state_as` says what becomes of the optimizer's state: ``files`` writes it as ``trainer/``,
+    ``facts`` only states its digest, by which the update can be repeated and verified
+    (`policy_update`), and ``none`` leaves it out, for a checkpoint that is only sampled from (the
+    gateway).
     """
     source = model_dir(policy)
     dtype = choose_saved_dtype(policy, dtype)
@@ -257,7 +267,8 @@ def write_checkpoint(
         written = trainer.export(source, stage.out / "model", dtype)
         if stage.leader:
             note_dropped_settings(stage, policy, drop_sampling_settings(stage.out / "model"))
-        # Moments by other betas would be of another optimizer (`explain_fresh_state`).
+        # Moments by other betas would be of another optimizer
+        # (`state_sources.explain_fresh_state`).
         betas = [trainer.optimization.adam_beta1, trainer.optimization.adam_beta2]
         state: JsonObject = {
             "format": 1,
@@ -283,7 +294,8 @@ def write_checkpoint(
         with stage.timed("canary"):
             write_next_canary(stage, written, policy, version)
     stage.facts.update(version=version, step=trainer.step, save_dtype=dtype)
-    # Training does not change what these say of the model.
+    # Training does not change what these say of the model. Any other fact of `base_model`, or of
+    # the checkpoint before, is not passed on.
     for key in ("model", "architecture", "parameters", "vocab_size"):
         if key in policy.manifest.facts:
             stage.facts[key] = policy.manifest.facts[key]
@@ -347,7 +359,8 @@ class ResidentTrainer:
     It saves reading the state just written, and with ``state_every`` above 1 also writing it; no
     result depends on it. There is at most one, as a second would take the same memory. It is only
     used for an update from the checkpoint of `attempt`, which this trainer wrote, or whose update
-    it repeated. It was made with `options`.
+    it repeated. It was made with `options`: an option that a `Trainer` keeps, and that is neither
+    of the optimizer nor of the model, would have to be compared in `take`, too.
     """
 
     trainer: Trainer | None = None

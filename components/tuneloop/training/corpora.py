@@ -2,7 +2,12 @@
 reads them.
 
 `read_corpus` is what stages call; `tokenize_data` calls `tokenize_split` and writes what it yields.
-Both must give the same ids for a row.
+Both must give the same ids for a row. A setting of the data that changes ids is a fact of
+`data_prep` and a field of `formats/facts.py: PromptFacts`; `stages/tokenize_data.py` has to pass
+the fact on.
+
+Tests: `tests/unit/stages/test_tokenize_data.py`, and `tests/golden/test_layouts_and_templates.py`,
+which encodes every layout under every chat template.
 """
 
 import json
@@ -40,7 +45,10 @@ SIDES = {
     "preference": ("chosen", "rejected"),
     "preference_eval": ("chosen", "rejected"),
 }
-"""Split with fixed rows → the columns that follow the prompt; each gives one document."""
+"""Split with fixed rows → the columns that follow the prompt; each gives one document, in this
+order, on which `training/pairs.py` relies. Splits and columns are those of
+`data/tables.py: SCHEMAS`.
+"""
 CONFIG = "model/config.json"
 GENERATION_CONFIG = "model/generation_config.json"
 
@@ -164,7 +172,7 @@ class RowEncoder:
 def open_encoder(prompts: Artifact, policy: Artifact) -> RowEncoder:
     """Open the tokenizer of `policy` to encode rows of `prompts`. Raises UserError: it cannot be
     loaded."""
-    # Of a checkpoint in a remote store, only the parts that are asked for are fetched.
+    # Only the files that `Artifact.part` names are fetched from a remote store.
     for name in find_tokenizer_files(policy):
         policy.part(name)
     if GENERATION_CONFIG in policy.manifest.files:
@@ -197,7 +205,9 @@ def report_split_conversations(stage: Stage, corpus: Corpus) -> None:
 
 def digest_tokenizer(policy: Artifact) -> str:
     """Compute the SHA-256 over names and SHA-256 of the files that `find_tokenizer_files` finds,
-    and over the stop ids of the generation's configuration: these end the targets."""
+    and over the stop ids of the generation's configuration: these end the targets.
+
+    Artifacts of `tokenize_data` have it: where it is computed otherwise, they are refused."""
     files: JsonObject = {}
     for name, file in find_tokenizer_files(policy).items():
         files[name] = file.sha256

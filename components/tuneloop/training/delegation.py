@@ -4,6 +4,10 @@ and output.
 The backend is given the directories ``model``, ``data`` (Parquet files) and ``out``, in this order.
 In the last it writes ``checkpoint-<max_steps>``: a Hugging Face model, and the
 ``trainer_state.json`` of transformers' Trainer.
+
+`config/pipeline.py: PipelineConfig` and `workflow/loop.py: StageSpec` find a stage with another
+backend by the name of its parameter, `backend`. Tests: `tests/local/test_trl.py`, and
+`tests/unit/training/test_backends.py`.
 """
 
 import json
@@ -35,11 +39,11 @@ if TYPE_CHECKING:
 
 
 def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
-    """Refuse a backend that cannot train with the options before it; a dotted path is not checked.
-    pydantic validates fields in their order: options after `backend`, as those of subclasses, are
-    not seen here.
+    """Refuse a backend that cannot train with the options before it; return None for native.
 
-    None: native.
+    pydantic validates fields in their order: options after `backend`, as those that a subclass
+    adds, are not seen here. A dotted path is not checked, as only the stage's image need have its
+    code.
     """
     if name in (None, "native"):
         if info.data.get("backend_args"):
@@ -63,7 +67,9 @@ def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
 WARMUP_TEXT = "optimizer steps in which the learning rate rises; with epochs a tenth of all at most"
 """What the setting `warmup_steps` is, of stages that train in epochs."""
 WARMUP_PARTS = 10
-"""Of so many equal parts of a run in epochs, the warm-up takes at most one."""
+"""Of so many equal parts of a run in epochs, the warm-up takes at most one. `WARMUP_TEXT` and
+`config/choices.py: choose_warmup` say "a tenth".
+"""
 
 
 class BackendOptions(TrainerOptions):
@@ -113,7 +119,10 @@ class BackendOptions(TrainerOptions):
 
 
 CONVERSATION_CHOICES = {"history": "as-rendered", "reasoning": "keep"}
-"""Parameter of `data_prep` that decides how conversations are learned → its default."""
+"""Parameter of `data_prep` that decides how conversations are learned → its default, which
+`stages/data_prep.py: DataOptions` has. `planning/limits.py: check_conversations` refuses other
+values before a run, `check_conversation_choices` in the stage.
+"""
 
 
 def explain_undelegated(name: str, default: str) -> str:
@@ -153,8 +162,8 @@ def train_by_backend(
     prompts: Artifact,
     max_steps: int,
 ) -> float:
-    """Train the model of `trainer` for `max_steps` with the stage's backend, on the split named
-    like the stage.
+    """Train the model of `trainer` for `max_steps` with the stage's backend, on the split that has
+    the stage's name (`sft`, `preference`).
 
     Returns the last loss. Raises UserError if the backend refuses or fails, Retryable if it was
     stopped: a retry begins from the start.

@@ -1,7 +1,8 @@
 """Peak rates of devices by the vendor's data sheets, looked up by words of CUDA's device names.
 
 `Trainer.efficiency` computes the MFU from it, and `planning/arithmetic.py` the hours of a plan. A
-device that is missing has neither.
+device that is missing has neither. Its key here is also the name for ``--device`` of `tuneloop
+plan`. docs/commands.md and `tests/unit/planning/test_arithmetic.py` list the names.
 """
 
 from typing import NamedTuple

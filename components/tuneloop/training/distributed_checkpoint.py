@@ -6,8 +6,10 @@ DCP's default layout pickles each tensor by itself, which for a small model take
 to write and six times to read.
 
 `Trainer.save` and `Trainer.load` are its callers, and ``trainer/`` of a checkpoint is what it
-writes. The names of tensors are thereby stored: a renamed parameter cannot be read from older
-checkpoints.
+writes; `Policy.load_masters` reads the parameters alone. The names of tensors are thereby stored: a
+renamed parameter cannot be read from older checkpoints. `stages/export.py: read_adapters` reads the
+files without torch. It relies on their order by rank, on shards of whole rows and on the prefix
+``model.`` of parameters.
 """
 
 import json

@@ -1,4 +1,8 @@
-"""Training on examples in epochs, for `sft`, `preference` and `reward_model`."""
+"""Training on examples in epochs, for `sft`, `preference` and `reward_model`.
+
+`policy_update` uses `new_trainer` alone: it has a loop of its own, and no resume points. Tests:
+`tests/unit/stages/test_sft.py`, `test_preference.py`, and `tests/local/test_resume.py` with kills.
+"""
 
 import json
 import time
@@ -28,7 +32,8 @@ if TYPE_CHECKING:
 
 STATE_FILE = "trainer/state.json"
 """The file of a resume point that says where training stood: step, batch size, processes. In a
-checkpoint the file of this name says other things (`checkpoint.STATE_FILE`)."""
+checkpoint the file of this name says other things (`checkpoint.STATE_FILE`). `_write_resume` writes
+it and `_resume` reads it, perhaps that of an earlier release: a new key may be missing."""
 TrainerKind = TypeVar("TrainerKind", bound="Trainer")
 
 
@@ -123,7 +128,8 @@ def train_epochs(
         count: the number of examples.
         read: gives the documents of an example. It is called on another thread, which prepares
             the next step.
-        step: takes one optimizer step and returns its metrics, including ``loss``.
+        step: takes one optimizer step and returns its metrics, of all ranks together; ``loss`` must
+            be one of them. All are recorded, and drawn as curves.
         held_out: is measured before the first step, and when it is due.
 
     Returns:

@@ -10,7 +10,10 @@ become lists of messages, as trainers like TRL read them.
 Who runs it: a Workflow's step before a TrainJob (`extensions/trainers/trainjob.py`), initializers
 with fixed flags (`manifests/components/trainer/trl/trl.yaml`,
 `manifests/components/model-server/server.yaml`), and `training/delegation.py` and
-`extensions/provenance/attestation.py`, which call `fetch_artifact`.
+`extensions/provenance/attestation.py`, which call `fetch_artifact`. A flag that is renamed is
+renamed in those manifests.
+
+Tests: `tests/unit/training/test_fetch.py`, of chats `tests/unit/training/test_messages.py`.
 """
 
 import argparse
@@ -30,7 +33,7 @@ from tuneloop.core.json_types import JsonObject
 
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 ANSWERS = ("completion", "chosen", "rejected")
-"""Columns with a message of the assistant."""
+"""Columns with a message of the assistant (`data/tables.py: SCHEMAS`)."""
 TEXTS = ("prompt", *ANSWERS)
 """Columns that become lists of messages in a chat."""
 

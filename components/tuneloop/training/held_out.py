@@ -1,4 +1,9 @@
-"""The loss on held-out demonstrations, measured before, while and after a policy is trained."""
+"""The loss on held-out demonstrations, measured before, while and after a policy is trained.
+
+`stages/sft.py` uses it. What is measured ends up as `formats/held_out.py: HeldOutFacts` in the
+facts of the checkpoint, which `runs/summary.py` and `runs/cautions.py` read.
+`inference/held_out.py` is about samples. Tests: `tests/unit/stages/test_held_out.py`.
+"""
 
 import json
 import math
@@ -21,7 +26,9 @@ if TYPE_CHECKING:
 
 SPLIT = "sft_eval"
 MEASUREMENTS = 10
-"""How often the loss is measured in a run that does not say so, the first and the last time aside."""
+"""How often the loss is measured in a run that does not say so, the first and the last time aside.
+The description of `eval_steps` in `stages/sft.py` says "about ten".
+"""
 
 
 class HeldOutLoss:
@@ -57,7 +64,8 @@ class HeldOutLoss:
         return bool(self.targets)
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Tell whether to measure after optimizer step `step`."""
+        """Tell whether to measure after optimizer step `step`: in every interval and after the
+        last."""
         return bool(self) and (step == max_steps or step % self.interval == 0)
 
     def measure(self) -> dict[str, float]:

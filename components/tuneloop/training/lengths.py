@@ -1,5 +1,10 @@
 """Rows that are longer than a training step takes: dropped, cut off or refused, and counted, before
-the first step."""
+the first step.
+
+The fact ``too_long`` has another form in each kind of artifact: here a list of counts, of rollouts
+one mapping (`inference/prompt_room.py`), of data the setting itself (`formats/facts.py:
+PromptFacts`). Tests: `tests/unit/stages/test_too_long.py`.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace

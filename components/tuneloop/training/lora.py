@@ -2,7 +2,7 @@
 them.
 
 Engines never see adapters: a checkpoint's ``model/`` has them merged in
-(`tuneloop.training.checkpoint`).
+(`tuneloop.training.checkpoint`). `stages/export.py: write_adapter` writes them for peft.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,19 @@ BASE = ".base_layer."
 ADAPTER = ".lora_"
 """The part of peft's names that stands for an adapter."""
 SECOND = ".lora_B."
-"""The matrix of an adapter that begins at zero, so that the adapter changes nothing."""
+"""The matrix of an adapter that begins at zero, so that the adapter changes nothing.
+`training/merged.py` looks for it in files of peft.
+"""
 
 
 class Lora(BaseModel, frozen=True, extra="forbid"):
     """Options under the names of peft's LoraConfig."""
 
+    # All go to peft, and into the trainer's state and the parameters of a stage. There the options
+    # are compared as a whole: with one more, a checkpoint of an earlier release begins with fresh
+    # adapters (`state_sources.explain_fresh_state`), and its stage is not resumed
+    # (`core/component.py: Component._check_same_origin`). `argo/memory_estimate.py:
+    # count_adapter_parameters` counts by `r` and `target_modules`.
     r: int = Field(16, ge=1, description="rank of an adapter")
     lora_alpha: float = Field(32.0, gt=0, description="adapters are scaled by lora_alpha / r")
     lora_dropout: float = Field(

@@ -1,7 +1,7 @@
 """A model with the adapters of a directory merged into its weights.
 
 Nothing is trained here: `training/pretrained.py` calls it for adapters that a user gives as the
-base model.
+base model. Tests: `tests/unit/stages/test_adapter_base.py` and `test_hub_names.py`.
 """
 
 from pathlib import Path

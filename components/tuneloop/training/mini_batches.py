@@ -1,7 +1,7 @@
 """What an update learns from scored rollouts: groups, advantages and mini-batches.
 
 `stages/policy_update.py` calls these in order: `keep_groups`, `set_advantages`,
-`split_mini_batches`.
+`split_mini_batches`. Tests: `tests/unit/stages/test_policy_update.py`.
 """
 
 from array import array
@@ -26,7 +26,9 @@ def keep_groups(
 ) -> tuple[list[Sample], int]:
     """Keep the groups that the update uses, if more were sampled than it wants.
 
-    How many groups were kept, and how many were not, is recorded in ``facts.groups``.
+    How many groups were kept, and how many were not, is recorded in ``facts.groups`` and as
+    metrics, by the names that `samples.select_groups` gives. ``facts.groups`` of the rollouts is
+    something else: what was asked for and wanted (`formats/facts.py: OversamplingFacts`).
 
     Args:
         updates: optimizer steps that the user asked for.

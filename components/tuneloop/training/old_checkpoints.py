@@ -1,9 +1,12 @@
 """Checkpoints that a loop has left behind: which of them are still needed, and the deletion of the
 others.
 
-`policy_update` deletes after each commit; `tuneloop gc` by the same rules (`runs/retention.py`),
-and forks and promotions pin what they need. The names of files and notes here are those of
-committed artifacts.
+`policy_update` deletes after each commit. `tuneloop gc --keep` has code of its own
+(`runs/retention.py`) on `list_needed` and `list_pinned`, and does not know `keep_every`.
+`planning/disk.py` computes the room that the rules leave. Forks and promotions pin what they need.
+The names of files and notes here are those of committed artifacts, and `runs/audit.py` reads them.
+
+Tests: `tests/unit/runs/test_retention.py` and `test_forking.py`.
 """
 
 import itertools
@@ -33,8 +36,10 @@ versions.
 
 
 class RetentionParams(Protocol):
-    """The parameters of a stage that say which of its checkpoints are kept; None: all, and none
-    beside these.
+    """The parameters of a stage that say which of its checkpoints are kept, as `policy_update` has
+    them.
+
+    `save_total_limit` of None keeps all. `keep_every` of None keeps no models beside the newest.
     """
 
     save_total_limit: int | None
@@ -76,8 +81,9 @@ def list_needed(
 ) -> Iterator[str]:
     """Yield the URLs that are needed to continue training from the checkpoint at `url`.
 
-    These are its adapters' base, and the checkpoints since the trainer's state was written. Rewards
-    are needed, too, and never deleted.
+    These are its adapters' base, and the checkpoints since the trainer's state was written, back to
+    the one that ``notes.state_since`` names. The rewards of these updates are needed as well;
+    nothing deletes rewards.
 
     Args:
         find: returns the manifest at a URL, None if there is none.

@@ -4,10 +4,22 @@ Each option is a flag of every stage whose options have it and a key of the pipe
 that describe the model are arguments of `Policy` (`MODEL_OPTIONS`); those that all stages of a run
 have in common are in the section ``trainer`` (`TRAINER_SETTINGS` of `config/trainer.py`).
 
-A new option is used in `training/fsdp/trainer.py`, and has to be named in three more places:
-`SHARED_OPTIONS` or `UNSUPPORTED` of `training/backends/trl.py`, as TRL's backend ignores it
-otherwise; `flags` of `stages/policy_update.py`, if a loop has it; and, if it is a field of
-`Optimization`, where `extensions/gateway/resident.py` makes one for each step.
+A new option is a field of `TrainerOptions`. It is named in these places, too, as far as they
+concern it, and nothing notices one that is left out:
+
+- `training/backends/trl.py: SHARED_OPTIONS` or `UNSUPPORTED`: TRL's backend ignores it otherwise.
+- `stages/policy_update.py: PolicyUpdateOptions.flags`: a loop does not have it otherwise.
+- `MODEL_OPTIONS` below, if the model is made with it. (If the optimizer is, it is a field of
+  `Optimization`, which `extensions/gateway/resident.py: _read_optimization` makes, too.)
+- `config/trainer.py: TRAINER_SETTINGS`, if it is set once for all stages; else each stage's section
+  has it.
+- `planning/limits.py: GPU_SETTINGS`, if it needs a GPU; `argo/memory_estimate.py`, if memory
+  depends on it.
+
+A default that is changed here or in a stage's subclass is changed in `config/rules.py: RULES`, too:
+a rule replaces only the defaults that it lists, and would no longer apply.
+`tests/unit/config/test_followed.py` notices that for the stages of shipped pipelines, so not for
+`reward_model`.
 """
 
 import math
@@ -39,13 +51,21 @@ MODEL_OPTIONS = (
     "torch_compile",
     "use_liger_kernel",
 )
-"""The options that `tuneloop.training.fsdp.policy.Policy` has."""
-LOGITS = 1 << 25
-"""Maximum number of logits at once, 128 MiB in float32: 1024 tokens of a vocabulary of 32768."""
-GPU_LOGITS = 1 << 28
-"""The same on a GPU, 1 GiB in float32.
+"""The keyword arguments of `tuneloop.training.fsdp.policy.Policy`, by name.
 
-Each part of the logits reads the output layer's weights anew.
+A stage without one of these flags uses the default of `Policy`, which may be another one than here
+(`max_length`). A trainer in memory is used again only if these and `Optimization` are equal
+(`training/checkpoint.py: ResidentTrainer.take`).
+"""
+LOGITS = 1 << 25
+"""Maximum number of logits at once, 128 MiB in float32: 1024 tokens of a vocabulary of 32768.
+
+`fsdp/policy.py: Policy._wrap_head` cuts by it. `argo/memory_estimate.py`, `config/choices.py` and
+`config/model_facts.py` compute memory from it.
+"""
+GPU_LOGITS = 1 << 28
+"""The same on a GPU, 1 GiB in float32; larger, as each part of the logits reads the output layer's
+weights anew. `argo/memory_estimate.py` reads it, too.
 """
 
 
@@ -55,7 +75,8 @@ class Optimization:
     TrainingArguments.
 
     `max_steps` is where ``linear`` and ``cosine`` reach zero. Step 1 of a warm-up already has a
-    rate above zero.
+    rate above zero. Each field has the name of an option of `TrainerOptions`. `Trainer.__init__`
+    gives them to AdamW; only `rate` and `max_grad_norm` are read again in each step.
     """
 
     learning_rate: float
@@ -86,8 +107,9 @@ class TrainerOptions(Options):
     """Options of a trainer; a stage's subclass may set defaults, and `flags`: the names of the options
     that it has. Without `flags` it has all.
 
-    On resuming, each is compared with those of committed outputs, unless it is `UNTRACKED`; one that
-    an earlier release did not have must have its default.
+    On resuming, each is compared with those of committed outputs, unless it is `UNTRACKED`. An
+    option that an earlier release did not have must be at its default then (`core/component.py:
+    Component._check_same_origin`), so a new option needs a default that changes nothing.
 
     Attributes:
         sequences: the number of sequences in an example.
@@ -95,6 +117,8 @@ class TrainerOptions(Options):
 
     sequences: ClassVar[int] = 1
 
+    # `BackendOptions` checks a backend against the fields that are declared before its own, which
+    # are all of these (`training/delegation.py`).
     max_steps: int = Field(100, ge=1, description="optimizer steps")
     per_device_train_batch_size: int = Field(32, ge=1, description="examples in a micro-batch")
     gradient_accumulation_steps: int = Field(
@@ -174,7 +198,7 @@ class TrainerOptions(Options):
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """The options that a model takes, as far as they are flags of the stage."""
+        """The options of `MODEL_OPTIONS` that are flags of the stage."""
         # A stage whose `flags` leave an option out uses the model's own default.
         return {name: getattr(self, name) for name in MODEL_OPTIONS if name in self.names()}
 

@@ -2,6 +2,8 @@
 
 `preference`, `reward_model` and `reference_logprobs` read pairs so; documents 2i and 2i + 1 are the
 chosen and the rejected one of pair i, also in what `score_documents` returns.
+`training/held_out.py` and `stages/model_reward.py` use `score_documents` for documents that are no
+pairs.
 """
 
 from array import array
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 Split = Literal["preference", "preference_eval"]
 SPLITS: tuple[Split, ...] = ("preference", "preference_eval")
 PLANNED = 8192
-"""Documents whose micro-batches are planned together."""
+"""Documents whose micro-batches are planned together, after which ranks exchange their scores: it
+bounds what `score_documents` holds, for splits that are mapped from files.
+"""
 
 
 class Pairs(LazySequence[list[Document]]):
@@ -48,6 +52,9 @@ class Pairs(LazySequence[list[Document]]):
     def digests(self) -> pa.StringArray:
         """Compute the xxh3-64 of each pair's documents: tells whether two stages saw the same
         tokens.
+
+        `reference_logprobs` stores them and `preference` compares them: digests that are computed
+        otherwise make `preference` refuse what was stored before.
         """
         digests: list[str] = []
         for pair in self:
@@ -62,6 +69,11 @@ class Pairs(LazySequence[list[Document]]):
 class Mismatched(LazySequence[Document]):
     """Each prompt with the completions of the previous pair: unrelated samples, from which KTO
     estimates KL.
+
+    Such a document may be longer than `max_length`, as nothing is cut off here.
+    `reference_logprobs` and `preference` have to make them of the same pairs: where one drops a
+    pair that the other keeps, the reference's log-probabilities are of other documents, and nothing
+    notices.
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:

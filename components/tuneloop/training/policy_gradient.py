@@ -2,8 +2,11 @@
 metrics.
 
 `stages/policy_update.py` scores samples by other policies with `Objective.score`, and takes each
-step with `Objective.step`. The names of metrics are those of the curves on the page, of trackers
-and of alarms (`runs/alarms.py`).
+step with `Objective.step`. The names of metrics are those of curves in trackers and on the page,
+which has titles for some (`ui/static/dom.js`: ``QUANTITIES``), and of alarms (`runs/alarms.py`). A
+metric that an algorithm adds is averaged and shown without more; docs/training.md lists them.
+
+Tests: `tests/unit/stages/test_policy_update.py`, and `tests/local/test_training.py` on two ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 class StepMetrics:
     """What is recorded of every step, whatever the algorithm. Names are those in ``metrics.jsonl``.
 
+    `mean_reward` is recorded and not drawn: that curve is made of the results of the stage reward
+    (`runs/run_record.py: NO_CURVES`).
+
     Attributes:
         loss: summed over the tokens, each with its weight.
         grad_norm: before clipping.
@@ -56,7 +62,7 @@ SAMPLE_SIZE = "importance_ess"
 RESERVED_METRICS = {"step", LARGEST_GAP, SAMPLE_SIZE} | {
     field.name for field in fields(StepMetrics)
 }
-"""Metrics that no auxiliary loss may be called: of every step, and those that `Tally` adds."""
+"""Names that no auxiliary loss may have: metrics of every step, and those that `Tally` adds."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Objective:
 
     Attributes:
         stage: gets the metrics, and names the random streams.
-        temperature: of the sampling, by which logits are divided here, too.
+        temperature: of the sampling; logits are divided by it here as there.
         limit: the maximum of rollouts in a micro-batch.
     """
 
@@ -171,7 +177,8 @@ class Objective:
 
         logprobs, entropy = trainer.logprobs(batch, self.temperature)
         counts = batch.counts.to(device)
-        # Without older ones, those of this very step are the old log-probabilities.
+        # In a batch of a single step nothing is older: the old log-probabilities are this step's
+        # own.
         old = logprobs.detach()
         if any(sample.old for sample in samples):
             old = join(sample.old for sample in samples)
@@ -206,7 +213,11 @@ class Objective:
 
 
 class Tally:
-    """Averages metrics of tokens over micro-batches and ranks."""
+    """Averages metrics of tokens over micro-batches and ranks.
+
+    All ranks must add the same names in the same order, as their sums are added by position. So an
+    algorithm must return the same metrics for every micro-batch, also for an empty one.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks

@@ -1,7 +1,12 @@
 """A pretrained model as it comes: its weights, its tokenizer, and the files beside them.
 
 Only `base_model` reads models from elsewhere. Every later stage opens the checkpoint that it wrote
-(`training/fsdp/policy.py`: `open_model`).
+(`training/fsdp/policy.py: open_model`). Before a run, `config/model_facts.py: read_model_facts`
+reads what it can of such a model, and `planning/limits.py: check_base_model` refuses one that is
+incomplete: a new kind of address belongs there, too.
+
+Tests: `tests/unit/stages/test_pretrained.py`, of adapters `test_adapter_base.py`, of the hub
+`test_hub_names.py`, of stores `test_stored_models.py`.
 """
 
 from __future__ import annotations
@@ -198,7 +203,8 @@ def _fetch_companions(name: str, revision: str | None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    # The weights are in the cache already, and need not be looked up.
+    # The weights are in the cache already, and need not be looked up. Which of the other files go
+    # into the checkpoint is decided by `formats/model_files.py: copy_companions`.
     ignored = [*WEIGHTS, CARD, ".*", "*/*"]
     return Path(snapshot_download(name, revision=revision, ignore_patterns=ignored))
 

@@ -1,7 +1,8 @@
 """The methods of a policy and of a trainer that training loops and measurements call.
 
-`training/fsdp/policy.py` and `training/fsdp/trainer.py` have the classes that stages use. Another
-class with these methods can take their place.
+`training/fsdp/policy.py: Policy` and `training/fsdp/trainer.py: Trainer` are the classes that
+stages use. Another class with these methods can take their place in `pairs.score_documents`, with a
+`score` of its own, and in `epochs.train_epochs`: neither calls anything else of them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -7,6 +7,9 @@ machine. The script destroys the process group, then drops its model, whose
 threads with the GIL held, and one of them waits for the GIL, to drop the last tensor that it sent
 (similar to pytorch/pytorch issue 56297). Where Python has the last reference, the GIL is released.
 So this module keeps one.
+
+`training/backends/trl.py` and `manifests/components/trainer/trl/trl.yaml` start it.
+`tests/local/test_trl.py` has a test of it.
 """
 
 import runpy

@@ -1,9 +1,11 @@
 """Scored rollouts, read and checked for `policy_update`.
 
-Every rank holds all of them, so a token takes some 25 bytes and not the hundreds of Python objects.
+Every rank holds all of them. As arrays a token takes some 25 bytes; as Python objects it would take
+hundreds.
 
 `policy_update` reads them once, on each rank. `training/mini_batches.py` then sets advantages and
-which of them are used, and `training/policy_gradient.py` their log-probabilities.
+which samples are used, and `training/policy_gradient.py` their log-probabilities. Tests:
+`tests/unit/stages/test_policy_update.py`.
 """
 
 import math
@@ -23,14 +25,21 @@ from tuneloop.formats.token_files import Document
 
 TOKENS = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "policy_versions")
 COLUMNS = ("request_id", "group", *TOKENS, "finish_reason", "outcome", "score")
-"""The columns that are read, in their order; those of `TOKENS` have one value a token."""
+"""The columns that are read (`formats/rollouts.py: SCHEMA` and `JUDGEMENTS`); those of `TOKENS`
+have one value a token. Each is required: rewards of an earlier release without one are refused.
+"""
 
 
 @dataclass(slots=True)
 class Sample:
     """One rollout; arrays hold one float32 value a target token, in order.
 
+    `read_samples` sets the fields without a default, `mini_batches.set_advantages` sets
+    `advantages`, `counted` and `used`, and `policy_gradient.Objective.score` sets `old` and
+    `reference`.
+
     Attributes:
+        document: the tokens; those that the policy sampled are its targets.
         group: 0 … G-1.
         score: None unless it was scored.
         length: number of tokens that the policy sampled, without an environment's replies between
@@ -38,7 +47,9 @@ class Sample:
         truncated: whether sampling ended at the token limit.
         age: how many versions older than the policy its oldest token is.
         engine: log-probabilities under which it was sampled.
-        counted, used: whether it counts in the mean of the loss; whether it goes through the model.
+        advantages: what `PolicyGradient.advantages` gives.
+        counted: whether it counts in the mean of the loss.
+        used: whether it goes through the model.
         old: log-probabilities by the trainer before the first step, where there are several steps.
         reference: log-probabilities of the reference policy, where there is one.
     """
@@ -181,7 +192,8 @@ def _make_sample(row: JsonObject, group: int, version: int, max_staleness: int) 
     if len(wrong):
         remedy = f"the policy is version {version} and max_staleness {max_staleness}; sample again"
         raise UserError(f"policy_versions of {name}", int(wrong[0]), remedy)
-    # An escape has a score only where the run punishes it.
+    # An escape has a score only where the run punishes it (`escape_score` of the stage reward). The
+    # score of any other kind of outcome (`rewards/outcomes.py: Kind`) is dropped here.
     score = row["score"] if row["outcome"] in ("score", "escape") else None
     if row["outcome"] == "score" and (score is None or not math.isfinite(score)):
         remedy = "must be a finite number where outcome is score; run reward again"

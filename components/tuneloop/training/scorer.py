@@ -1,7 +1,8 @@
 """A reward model: a language model whose head gives one number at the end of a document.
 
 The stage `reward_model` trains one and `model_reward` scores with it. It is a `Policy`, so that
-sharding, packing and checkpoints are those of policies.
+sharding, packing and checkpoints are those of policies. Tests:
+`tests/unit/stages/test_preference.py`, and against TRL `tests/local/test_parity.py`.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,10 @@ from tuneloop.training.fsdp.trainer import Trainer
 class _Scoring(torch.nn.Module):
     """The parts of ``…ForSequenceClassification`` under its names; the class itself does not know
     packed rows.
+
+    It has what `Policy` asks of a model of transformers, and `fsdp/export.py: make_empty_model`;
+    what these ask for beside that is added here. It is always written whole, by the first rank
+    (`fsdp/export.py: write_sharded_model`).
     """
 
     def __init__(self, body: torch.nn.Module, score: torch.nn.Linear, config: Any) -> None:

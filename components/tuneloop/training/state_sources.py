@@ -1,7 +1,8 @@
 """Where the trainer of `policy_update` takes the optimizer's state from: there are four places.
 
-`stages/policy_update.py` matches on the result. The order is: reset or another optimizer, the
-trainer in memory, the committed state, and last the replay of updates.
+`stages/policy_update.py: open_trainer` matches on the result. The order is: reset or another
+optimizer, the trainer in memory, the committed state, and last the replay of updates. A class that
+is added to `StateSource` needs a case there. Tests: `tests/unit/stages/test_replay.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fresh:
-    """The optimizer begins anew, for this reason; so do adapters."""
+    """The optimizer begins anew, and so do adapters. The `reason` becomes a fact, for people."""
 
     reason: str
 
@@ -95,7 +96,11 @@ def explain_fresh_state(
     *,
     reset: bool,
 ) -> str:
-    """Say why the optimizer cannot continue from this state; empty if it can."""
+    """Say why the optimizer cannot continue from this state; empty if it can.
+
+    Only what `formats/facts.py: TrainerState` has can be compared. The reason becomes
+    ``facts.optimizer``; a run goes on with a fresh optimizer, and does not stop.
+    """
     if reset:
         return "reset_optimizer"
     # Moments are means over past gradients, by the betas.

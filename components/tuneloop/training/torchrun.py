@@ -1,13 +1,15 @@
-"""torchrun with an exit code that reflects those of its ranks: 2 the user's mistake, 75 run it
-again, others a bug.
+"""torchrun with an exit code that reflects those of its ranks: 2 for the user's mistake, 75 for
+what is right when run again, any other for a bug (`core/errors.py`).
 
 It has torchrun's own arguments. torchrun itself exits with 1 whatever happened to a rank, which a
 workflow engine has to treat as a bug; and it kills ranks 30 s after it was told to stop, too soon
 to commit a resume point. Here ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is a day, so that the pod's grace
 period is the limit.
 
-`core/component.py` (`build_command`) puts it into the command of every stage of several processes;
-`extensions/trainers/ray_driver.py` starts it on each node of a Ray cluster.
+`core/component.py` (`build_command`) puts it into the command of every stage of several processes,
+and the backends native and trl begin theirs with it (`core/component.py: TORCHRUN`);
+`extensions/trainers/kubeflow_sdk.py` refuses a command that does not.
+`extensions/trainers/ray_driver.py` runs such a command on each node of a Ray cluster.
 """
 
 import os
@@ -52,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
 
 def exit_code(codes: Iterable[int]) -> int:
     """Choose the exit code that explains those of several ranks; a negative one is a signal's.
+
+    `extensions/trainers/ray_driver.py` and `cluster/launch.py` choose by it among nodes and pods.
 
     The code of the rank that failed first in cause takes precedence over the others', which lose a
     peer (75) or get SIGTERM.

@@ -2,7 +2,12 @@
 as it is.
 
 No shipped pipeline has it; docs/stages.md shows how a pipeline draws it. The tasks decide what is
-asked, so that it reads no data of `data_prep`.
+asked, so that it reads no data of `data_prep`. Its result is `score`, and no `mean_reward`: it is
+no point of the curve of rewards (`runs/run_record.py: Run.evaluations`), and `deploy_model` refuses
+it.
+
+It relies on parts of lm-eval that are no interface: the hook of the cache, the task manager's
+`load`, the keys of results. `tests/extensions/evaluation/test_evaluate_lm_eval.py` runs lm-eval itself.
 """
 
 import json

@@ -6,6 +6,9 @@
 It is the entrypoint of a RayJob. Each node runs the command with its own ``PET_*`` variables, and
 its output goes to the driver. Ray restarts nothing: stages know how to resume, and a RayJob's
 ``backoffLimit`` says how often to try.
+
+`extensions/trainers/trainjob.py: as_rayjob` writes its flags. `cluster/launch.py` reads its exit code from the
+job's message.
 """
 
 import argparse
@@ -18,7 +21,7 @@ from typing import Any
 from tuneloop.training.torchrun import exit_code
 
 PORT = 29500
-"""Of the first node, for the rendezvous."""
+"""Port of the first node, for the rendezvous. The JobSet's is `argo/jobset.py: PORT`."""
 READY_S = 600.0
 """Seconds to wait until the cluster has the nodes."""
 

@@ -10,6 +10,9 @@ The launcher of several ranks reads torchrun's environment (``PET_NNODES``, ``PE
 ``PET_NODE_RANK``, ``PET_MASTER_ADDR``, ``PET_MASTER_PORT``), which Kubeflow Trainer sets in a
 TrainJob's pods and `tuneloop.extensions.trainers.trainjob` in all others. So a command names no
 addresses, and is the same in a TrainJob, a JobSet, a pod and here.
+
+Two things use a backend: `extensions/trainers/trainjob.py` renders any as a job of its own, and
+`training/delegation.py` lets one train for the stages `sft` and `preference`.
 """
 
 import os
@@ -35,7 +38,8 @@ class LLMBackend(ABC):
     """A trainer to run.
 
     Attributes:
-        image: the image of tuneloop that contains it.
+        image: the image of tuneloop that contains it (``<image>-libraries`` in
+            ``images/Dockerfile``).
         nodes: the pods.
         processes: ranks in each pod.
         args: the trainer's options, under its own names.
@@ -48,7 +52,9 @@ class LLMBackend(ABC):
 
     @abstractmethod
     def framework(self) -> str:
-        """Return the value of the label ``trainer.kubeflow.org/framework`` of its runtime."""
+        """Return the value of the label ``trainer.kubeflow.org/framework`` of its runtime, which
+        has to be among those of ``manifests/components/trainer``.
+        """
 
     def get_runtime_name(self) -> str:
         """Return the name of the runtime in ``manifests/components/trainer`` that a TrainJob refers
@@ -85,10 +91,13 @@ class LLMBackend(ABC):
     ) -> "LLMBackend":
         """Build the trainer for `sft`, or for `preference`, whose `options` have an ``algorithm``.
 
-        `tuneloop.training.delegation` describes the directories.
+        `tuneloop.training.delegation` describes the directories, and what has to be in `out` at the
+        end. It calls this twice: while settings are validated, with the options alone, and in the
+        stage. An option that the backend does not read is ignored, so refuse what it cannot do.
 
         Args:
-            options: the stage's parameters.
+            options: the stage's parameters; while settings are validated those that are declared
+                before `backend`.
             model: the directory with the model; None where only the options are checked, as for
                 the next two.
             data: the directory with the Parquet files.
@@ -148,7 +157,7 @@ def list_backends() -> Mapping[str, type[LLMBackend]]:
         UserError: two have one name.
     """
     for name in plugins.list_shipped_variants("backends"):
-        # To import a shipped one registers it.
+        # The import of a shipped backend registers it.
         plugins.load_variant("backends", name)
     for entry in entry_points(group="tuneloop.backends"):
         register_backend(entry.name)(entry.load())

@@ -1,6 +1,7 @@
-"""tuneloop's own training stages.
+"""tuneloop's own training stages, as a job of their own (`extensions/trainers/trainjob.py`).
 
-Whoever starts a training job by itself uses it; in a pipeline the stage runs in its pod without it.
+A pipeline does not use it: there the stage runs in its pod. So ``backend: native`` in settings
+means no backend, and never gets here (`training/delegation.py: _check_backend`).
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ class Native(LLMBackend):
     in snake_case.
 
     Attributes:
-        stage: name of the stage.
+        stage: name of a stage in `tuneloop.stages`. `validate` takes every stage with the parameter
+            `expected_world_size`; those that only score have it, too.
     """
 
     stage: str = "sft"

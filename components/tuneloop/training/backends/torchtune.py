@@ -14,10 +14,16 @@ from tuneloop.core.program import encode_value
 from tuneloop.training.backends import LLMBackend, register_backend
 
 RUNTIMES = ("llama3_2/1B", "llama3_2/3B", "llama3_3/70B", "qwen2_5/1.5B")
-"""Configurations that the Trainer accepts; only that of 70B runs on several nodes."""
+"""Configurations that the Trainer accepts; only that of 70B runs on several nodes.
+
+Each has a folder in ``manifests/components/trainer/torchtune`` with the runtime that
+`Torchtune.get_runtime_name` names. `Torchtune.validate` refuses by these names what torchtune has
+no recipe for. `tests/cluster/test_trainjob.py` asks the Trainer itself about each.
+"""
 LORA = "model.lora_attn_modules"
 QUANTIZED = "model.quantize_base"
 DORA = "model.use_dora"
+"""Overrides by which the Trainer's plugin chooses the recipe: fields of `Lora`, under ``model``."""
 MANAGED = ("output_dir", "tokenizer.path", "tokenizer.merges_file", "checkpointer.checkpoint_dir")
 """Options that a TrainJob's runtime sets itself: the Trainer's webhook refuses them as arguments of
 a job.

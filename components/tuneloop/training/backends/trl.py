@@ -21,14 +21,18 @@ from tuneloop.rewards.scoring import score_all
 from tuneloop.training.backends import LLMBackend, build_flags, register_backend
 
 PATHS = ("model_name_or_path", "dataset_name", "output_dir")
-"""Options that every script requires."""
+"""Options that every script requires, in the order model, data, output, on which `build_for_stage`
+relies.
+"""
 TRAINERS: Mapping[str, tuple[str, ...]] = {
     "sft": (),
     "dpo": (),
     "kto": (),
     "grpo": ("reward_funcs",),
 }
-"""Trainer → the options that it requires in addition to `PATHS`."""
+"""Trainer → the options that it requires in addition to `PATHS`. A trainer is a module of
+``trl.scripts``.
+"""
 MESSAGE_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 """TRL's reward functions that read messages: on plain prompts they fail with "string indices must
 be integers".
@@ -47,7 +51,11 @@ LOSSES: Mapping[str | None, tuple[str, str | None]] = {
     "ipo": ("dpo", "ipo"),
     "kto": ("kto", "kto"),
 }
-"""Algorithm of the stage `preference` (None: `sft`) → TRL's trainer and its loss."""
+"""Algorithm of the stage `preference` (None: `sft`) → TRL's trainer and its loss.
+
+A preference algorithm that is not here is refused with this backend. The algorithm's own options go
+to TRL under their names (``algorithm_args``), so they have to be TRL's.
+"""
 SHARED_OPTIONS = (
     "max_steps",
     "per_device_train_batch_size",
@@ -66,11 +74,16 @@ SHARED_OPTIONS = (
     "attn_implementation",
     "seed",
 )
-"""Parameters of tuneloop's stages that TRL has under the same names."""
+"""Parameters of tuneloop's stages that TRL has under the same names.
+
+A parameter of `training/options.py: TrainerOptions` that is neither here, nor in `UNSUPPORTED`, nor
+translated in `build_for_stage`, is ignored without a word. Translated are `dtype`, `device` and
+`expected_world_size`. `save_dtype` is the stage's own, which writes the checkpoint.
+"""
 FIXED_OPTIONS: JsonMapping = {
     # Of the parameters, as in tuneloop's own trainer; ``bf16`` says how TRL computes.
     "dtype": "float32",
-    # The stage reads the loss of every step.
+    # `delegation.train_by_backend` reads the loss of every step from ``trainer_state.json``.
     "logging_steps": 1,
     "save_only_model": True,
 }
@@ -80,7 +93,9 @@ DEFAULTS: JsonMapping = {"report_to": "none"}
 UNSUPPORTED: JsonMapping = {"packing": "auto", "lora": None, "cpu_offload": False, "save_steps": 0}
 """Parameters that TRL does not support → the value that means they are not used."""
 UNCHANGEABLE = ("save_strategy", "logging_strategy", "use_peft")
-"""Options of TRL by which the stage would no longer find the model and the losses."""
+"""Options of TRL that a user may not set in ``backend_args``: `delegation.train_by_backend` would
+no longer find the model and the losses.
+"""
 
 
 @register_backend("trl")
@@ -192,7 +207,10 @@ def score(
     metadata: Sequence[str],
     **_: Any,
 ) -> list[float | None]:
-    """Score rows of ``train.parquet`` for TRL's GRPO, as the stage `reward` does.
+    """Score rows of ``train.parquet`` for TRL's GRPO, by the rewards that the stage `reward` has.
+
+    The settings of that stage do not reach this function: a call of a reward may take five seconds,
+    and any memory.
 
     Args:
         completions: texts, or in a chat lists of messages.

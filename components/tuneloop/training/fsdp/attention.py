@@ -29,9 +29,14 @@ from tuneloop.training.batching import Batch
 from tuneloop.training.options import Dtype, Packing
 
 VARLEN = "varlen"
+"""The name of this module's attention in transformers, and a value of `attn_implementation`.
+Another process does not have it: `training/delegation.py` gives its backend sdpa instead.
+"""
 FLASH = "flash_attention_2"
 LAYERS = {"full_attention", "sliding_attention", "attention"}
-"""Types of layers, by transformers' names, whose only path between tokens is causal attention."""
+"""Types of layers, by transformers' names, whose only path between tokens is causal attention. The
+rows of a model with any other type are padded (`_find_config_obstacle`).
+"""
 LARGEST_HEAD = 256
 """The largest head that FlashAttention's kernels have, in torch too."""
 
@@ -127,7 +132,7 @@ def find_model_obstacle(directory: Path) -> str:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except (ImportError, OSError, ValueError, KeyError):
-        # Whoever opens the model says what is wrong with it.
+        # `Policy` opens the model next, and says what is wrong with it.
         return "its architecture is not one of transformers' language models"
     name = architecture.__name__
     # A model that refuses sdpa has attention sinks or a bias, which the kernels lack, too.
@@ -189,6 +194,9 @@ def compute_attention(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within documents, as transformers' attention functions do.
+
+    Their signature is transformers': what a model passes beside these goes into `unused`. What
+    it asks for and is not computed here has to be refused in `find_model_obstacle`.
 
     Arguments:
         query: ``[rows, heads, length, head]``; `key` and `value` may have fewer heads, and `value`

@@ -5,6 +5,9 @@ FSDP2 gives each rank a range of rows of every parameter, which is a range of by
 file. The first rank preallocates the files, with all headers and no data; every rank then writes
 its rows, and the bytes equal those of `save_pretrained`. Machines that share no directory send
 their rows to the first rank, one tensor at a time.
+
+It does with private functions of transformers what `save_pretrained` does. After an upgrade of
+transformers `tests/local/test_sharded_export.py` compares the bytes of both.
 """
 
 import copy
@@ -33,7 +36,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""torch's dtype → its name in a safetensors file."""
+"""torch's dtype → its name in a safetensors file. A tensor of another dtype is a KeyError."""
 
 
 def write_sharded_model(
@@ -58,6 +61,7 @@ def write_sharded_model(
         False, with nothing written, if `save_pretrained` would change tensors: if it splits experts
         that were fused on loading.
     """
+    # A model that is not of transformers' own class, as that of `training/scorer.py`, lacks it.
     if getattr(model, "_weight_conversions", True):
         return False
     directory = _ModelDirectory(model, dtype, target, shard_bytes)

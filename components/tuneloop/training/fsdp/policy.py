@@ -4,7 +4,11 @@ one.
 A forward pass is a collective operation, and so is what "all ranks" call: a rank that leaves one
 out, or takes another branch, makes the others wait for ever. Decisions that may differ between
 ranks go through `Ranks.max` first. `training/fsdp/trainer.py` adds the optimizer,
-`training/scorer.py` another head.
+`training/scorer.py` another head: it overrides `_open`, `_reopen`, `collate` and `load_masters`.
+The gateway (`extensions/gateway/resident.py`) calls `Trainer` directly.
+
+Tests: `tests/unit/training/test_fsdp.py`, `test_architectures.py`; sharded,
+`tests/local/test_training.py` and `test_sharded_export.py`.
 """
 
 import contextlib
@@ -61,7 +65,10 @@ from tuneloop.training.lora import Lora
 from tuneloop.training.options import GPU_LOGITS, LOGITS, Dtype, Packing
 
 LOGIT_SCALES = ("final_logit_softcapping", "logit_scale")
-"""Keys of a configuration by which a model changes its logits after the output layer."""
+"""Keys of a configuration by which a model changes its logits after the output layer. Such a model
+gets all logits at once (`Policy._has_scaled_logits`); a key that is missing here would give wrong
+log-probabilities.
+"""
 
 
 def compute_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -111,7 +118,8 @@ class Policy:
         torch_compile: bool = False,
         use_liger_kernel: bool = False,
     ) -> None:
-        """Open the model of a Hugging Face directory; `TrainerOptions` describes the options.
+        """Open the model of a Hugging Face directory; `TrainerOptions` describes the options, and
+        `MODEL_OPTIONS` in `training/options.py` names those that stages pass on.
 
         With `lora` the model is frozen, and the layers under adapters are stored in `dtype`.
 
@@ -201,7 +209,9 @@ class Policy:
             module.set_force_sum_reduction_for_comms(True)
 
     def chosen(self) -> JsonObject:
-        """Return the choices that were made for ``auto``, for people."""
+        """Return the choices that were made for ``auto``, for people; they become facts of the
+        stage's artifact.
+        """
         choices = {
             "attention": self.layout.attention,
             "packing": "packed" if self.layout.packed else "padded",
@@ -338,7 +348,10 @@ class Policy:
     # Files
 
     def masters(self) -> dict[str, Tensor]:
-        """Return the parameters of the model by name, adapters left out; tied ones once."""
+        """Return the parameters of the model by name, adapters left out; tied ones once.
+
+        The names are those of `Trainer._state`, as `Trainer.save` writes them.
+        """
         return {
             f"model.{lora.get_merged_name(name)}": value.detach()
             for name, value in self.model.named_parameters()
@@ -408,7 +421,8 @@ class Policy:
     @contextlib.contextmanager
     def rounded(self, dtype: str) -> Iterator[None]:
         """Replace the model's numbers by those that `export` would write in `dtype`, while the block
-        runs. Parameters that the model keeps in float32 stay as they are.
+        runs. Parameters that the model keeps in float32 stay as they are. What `export` changes is
+        changed here, too: both round by `round_tensor` under the same names.
 
         With LoRA, the merged layers take the place of the frozen ones, and the adapters are zero.
         The replaced values are kept in the host's memory meanwhile. Called by all ranks.
@@ -525,7 +539,10 @@ def _check_hardware(
     torch_compile: bool,
     use_liger_kernel: bool,
 ) -> None:
-    """Refuse an option whose device, package or compiler is missing. Raises UserError."""
+    """Refuse an option whose device, package or compiler is missing. Raises UserError.
+
+    `planning/limits.py: GPU_SETTINGS` refuses those that need a GPU before a run.
+    """
     has_gpu = ranks.device.type == "cuda"
     if cpu_offload:
         if not has_gpu:

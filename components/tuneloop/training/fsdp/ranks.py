@@ -1,7 +1,7 @@
 """The processes that train together, and their collective operations.
 
-A stage opens it once, by `checkpoint.open_ranks`, before it loads a model. It also makes torch
-deterministic in this process.
+A stage opens it once, by `checkpoint.open_ranks`, before it loads a model; the gateway's worker by
+itself (`extensions/gateway/worker.py`). It also makes torch deterministic in this process.
 """
 
 import atexit
@@ -85,7 +85,8 @@ class Ranks:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def merge(self, entries: dict[int, Value]) -> dict[int, Value]:
-        """Merge the dictionaries of all ranks."""
+        """Merge the dictionaries of all ranks; of a key that several have, the highest rank's
+        value."""
         if self.world == 1:
             return dict(entries)
         parts: list[Any] = [None] * self.world

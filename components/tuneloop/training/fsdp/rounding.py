@@ -11,6 +11,11 @@ parameters give equal bytes, on any device and with any number of processes; a n
 has is written as it is; and a parameter that grows from version to version is written anew only
 where it passes its own threshold, so that the deltas of published versions stay sparse.
 
+Whoever writes a model, or measures what would be written, rounds by this function under the names
+of the model without adapters (`training/fsdp/export.py`, `training/fsdp/policy.py`). Other
+thresholds give other bytes: the next delta of a run would be nearly a whole model, and a replay
+would not give the model that was committed.
+
 Source: Gupta et al., Deep Learning with Limited Numerical Precision (2015), section 3.1, with a
 fixed threshold in place of a new random number.
 """
@@ -23,9 +28,13 @@ import torch
 from torch import Tensor
 
 PERIOD = (1 << 20) + 7
-"""How many thresholds there are; they repeat. A prime, so that rows of a matrix have others."""
+"""How many thresholds there are; they repeat. It is a prime, so that the rows of a matrix, whose
+lengths are multiples of small numbers, begin at different thresholds.
+"""
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-"""The bits of a float32 number's mantissa that a dtype does not have."""
+"""The bits of a float32 number's mantissa that a dtype does not have; at most 16, as thresholds
+have no more. A dtype that is not here is rounded to the nearest.
+"""
 
 
 def round_tensor(value: Tensor, dtype: torch.dtype, name: str, first_row: int = 0) -> Tensor:

@@ -3,6 +3,9 @@
 `training/epochs.py` drives it for stages over examples, `training/policy_gradient.py` for rollouts,
 and the gateway's sessions by themselves (`extensions/gateway/resident.py`). The order of a step is:
 `accumulate`, a backward pass for each micro-batch, `update`.
+
+Tests: `tests/unit/training/test_fsdp.py`, `test_sleep.py`, `test_traffic.py`, `test_lora.py`, and
+`tests/local/test_training.py` on two ranks.
 """
 
 import contextlib
@@ -42,9 +45,11 @@ class Trainer(Policy):
     Attributes:
         step: optimizer steps taken, including those of a state that was loaded.
         trainable: the parameters that it changes, by name: all, or those of adapters.
-        base: the checkpoint of the frozen parameters under adapters, set by the caller.
-        since: reference of the checkpoint whose files its state was last read from, set by the
-            caller.
+        base: the checkpoint of the frozen parameters under adapters; `epochs.new_trainer` and
+            the gateway set it.
+        since: reference of the checkpoint whose files its state was last read from; only
+            `policy_update` and `training/state_sources.py` set it, and only ``state_as="facts"`` of
+            `checkpoint.write_checkpoint` reads it.
     """
 
     base: Artifact
@@ -68,6 +73,7 @@ class Trainer(Policy):
         self.trainable = {
             name: value for name, value in self.model.named_parameters() if value.requires_grad
         }
+        # The gateway sets betas, eps and weight decay anew before each step.
         self.optimizer = torch.optim.AdamW(
             self.trainable.values(),
             lr=optimization.learning_rate,
@@ -118,7 +124,8 @@ class Trainer(Policy):
         return measure_collectives(self._traffic)
 
     def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
-        """Compute the efficiency at `tokens_per_s` over all ranks.
+        """Compute the efficiency at `tokens_per_s` over all ranks, for ``notes.efficiency``, which
+        `ui/static/run.js` shows by these names.
 
         Returns:
             ``flops_per_s``: 4 for each parameter and token, 2 more if it is trained, without
@@ -271,7 +278,11 @@ class Trainer(Policy):
             self.optimizer.state[parameter]["step"].fill_(step)
 
     def _state(self) -> dict[str, Tensor]:
-        """Return every tensor that training changes. Before the first step, moments are zeros."""
+        """Return every tensor that training changes. Before the first step, moments are zeros.
+
+        Names and order are stored: `load` of an older checkpoint needs every name, and the order is
+        part of `compute_state_digest`, by which replayed updates are verified.
+        """
         state = {f"model.{name}": parameter.detach() for name, parameter in self.trainable.items()}
         for name, parameter in self.trainable.items():
             moments = self.optimizer.state[parameter]
