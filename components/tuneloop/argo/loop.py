@@ -14,10 +14,12 @@ Argo replaces ``{{tag}}`` by text, and computes ``{{=expression}}``. Hera format
 expression as the latter with ``f"{term:=}"``.
 
 `kfp/loop.py` draws the same loop for Kubeflow Pipelines, and `local/iterations.py` runs it in a
-pod: what an iteration does differently is changed in all three. Names of templates and tasks are
-read elsewhere: `continued` by `cluster/continue_run.py` and forks, `serve` by `cluster/serving.py`,
-`ahead` by `extensions/sharing/colocation.py`. `planning/counts.py` finds the loop by the template
-that calls itself.
+pod: what an iteration does differently is changed in all three. When an evaluation is due
+(`call_next`) is also computed by `kfp/iterations.py: read_iteration`, and counted by
+`planning/counts.py: count_runs`. Names of templates and tasks are read elsewhere: `continued` by
+`cluster/continue_run.py` and forks, `serve` by `cluster/serving.py`, `ahead` by
+`extensions/sharing/colocation.py`. `planning/counts.py` finds the loop by the template that calls
+itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

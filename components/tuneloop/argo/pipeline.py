@@ -1,5 +1,5 @@
-"""A pipeline as an Argo Workflow: a template for each of its stages, and the graph `main` that calls
-them.
+"""A pipeline as an Argo Workflow: a template for each of its stages, and the graph `main` that
+calls them.
 
 `kfp/pipeline.py` is the counterpart for Kubeflow Pipelines: a method of `Tasks` here is one there,
 as both are a `Graph` (`workflow/loop.py`) to the file of a pipeline.
@@ -72,8 +72,9 @@ def read_limits(loop: LoopConfig) -> JsonObject:
     workflow has them with dashes (``per-workflow``).
 
     By these names they are read in conditions (`argo/loop.py`) and by `planning/counts.py`,
-    `argo/jobset.py: check_names`, `runs/forking.py`, `cli/live.py`, `ui/describe.py` and
-    `extensions/sweep/runs.py`. `local/iterations.py` gets them as flags.
+    `argo/jobset.py: check_names`, `runs/forking.py`, `runs/summary.py`, `cluster/watch.py`,
+    `cli/live.py`, `cli/inspect.py`, `ui/describe.py` and `extensions/sweep/runs.py`.
+    `local/iterations.py` gets them as flags.
     """
     return {
         "iterations": loop.iterations,

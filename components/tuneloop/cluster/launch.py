@@ -67,7 +67,9 @@ deletes the jobs of all these kinds.
 A kind that is added needs its words for success and failure in `read_success`, the reason why it
 does not run yet in `cluster/waiting.py: explain_waiting`, and rights in
 ``manifests/admin/namespace/rights.yaml`` (of the launcher, and of people who stop a run), which
-`tests/unit/test_manifests.py` checks.
+`tests/unit/test_manifests.py` checks. People who watch a run, and the page's account
+(``manifests/components/ui/rights.yaml``, which no test checks), need `list` for a kind that
+`explain_waiting` lists.
 """
 
 

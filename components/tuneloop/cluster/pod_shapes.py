@@ -64,7 +64,11 @@ class PodShape:
 
 
 def list_pod_shapes(workflow: JsonMapping) -> list[PodShape]:
-    """List the pods of a workflow's templates."""
+    """List the pods of a workflow's templates.
+
+    A pod has the fields that `workflow/argo_pod.py: build_argo_pod` copies, and no others: another
+    one that is read here is copied there first.
+    """
     spec = workflow["spec"]
     servers = count_servers(workflow) if spec.get("templates") else {}
     shapes: list[PodShape] = []

@@ -32,7 +32,9 @@ def load_splits(
     """Make distinct numbers in random order: ``10**digits`` are all that there are.
 
     Args:
-        digits: of a number, leading zeros included.
+        digits: of a number, leading zeros included. Each is a token of the answer: the pipelines'
+            demo samples at most 8 tokens (`pipelines/grpo.py: max_tokens`), so that 8 digits and
+            more are cut off. With fewer than 4 there are fewer numbers than `data/sizes.py` asks for.
         sft_wrong_share: the share of demonstrations that copy the digits.
     """
     count = 10**digits

@@ -2,7 +2,8 @@
 
 What these functions say decides which attention trains and samples: an answer that changes is
 another way to compute, with other bits. `training/fsdp/attention.py`, `training/fsdp/policy.py` and
-`inference/engines/transformers.py` ask them. Tests: `tests/unit/training/test_architectures.py`,
+`inference/engines/transformers.py` ask them; `get_context` is also asked by `stages/base_model.py`,
+`inference/chat.py` and `extensions/gateway/session.py`. Tests: `tests/unit/training/test_architectures.py`,
 `tests/local/test_architectures.py`.
 """
 

@@ -1,8 +1,9 @@
 """``SHA256SUMS``: the digests of a directory's files, in the format of the tool ``sha256sum``.
 
 The file makes a directory in a store verifiable without a manifest of ours: `sha256sum --check`
-reads it, and anybody can write it. `formats/uploads.py` writes it; `formats/stored_models.py` reads
-it, and refuses a directory that has a `CLAIM`. Tests: `tests/unit/cli/test_store_put.py`.
+reads it, and anybody can write it. `formats/uploads.py` writes it, and reads it to go on with an
+upload that was cut off; `formats/stored_models.py` reads it, and refuses a directory that has a
+`CLAIM`. Tests: `tests/unit/cli/test_store_put.py`.
 """
 
 import re

@@ -164,7 +164,8 @@ class ServedEngine(Protocol):
 
         Args:
             model: the directory.
-            every: one in so many columns is enough, where reading all of a tensor takes long.
+            every: one in so many columns is enough, where reading all of a tensor takes long. Callers
+                pass it: `Vllm` has another default.
         """
         ...
 

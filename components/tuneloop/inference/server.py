@@ -70,7 +70,8 @@ GRACE_S = 20
 It is less than the 30 seconds after which the server is killed: in a Deployment's pod
 (``manifests/components/rollout-server``), beside KFP's iterations
 (`kfp/rollout_server.py: GRACE_S`), and in a pod of Argo (`grace_s` of the sampler, by default
-`workflow/settings.py: GRACE_S`).
+`workflow/settings.py: GRACE_S`). Only the gateway's sampler on this machine is killed after 10 s
+(`extensions/gateway/processes.py: GRACE_S`).
 """
 
 

@@ -28,7 +28,8 @@ probe in `argo/template.py: server_template`)."""
 HEALTH_TIMEOUT_S = 5.0
 """Seconds that a starting server has to answer a question about its health."""
 GRACE_S = 30.0
-"""Seconds that a server has to end after SIGTERM, before it is killed."""
+"""Seconds that a server has to end after SIGTERM, before it is killed: more than it gives to running
+answers (`inference/server.py: GRACE_S`)."""
 
 
 @contextlib.contextmanager

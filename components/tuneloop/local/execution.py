@@ -52,7 +52,9 @@ class Execution:
         workdir: the directory that `tuneloop.local.journal` describes.
         cwd: the working directory of every pod.
         grace: seconds between SIGTERM and SIGKILL for pods that name none.
-        began: when the run began, in Unix seconds.
+        began: when this session of the run began, in Unix seconds; a resumed run has a later one.
+            So a tag that stages take as a parameter must not be made of it: a stage that is resumed
+            refuses other parameters.
         status: the value of the tag ``workflow.status``, which an exit handler reads.
         stopped_by: the number of the signal that stopped the run, if any.
         nodes: all nodes of this session, by id.

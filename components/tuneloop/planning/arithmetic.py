@@ -9,7 +9,9 @@ parameter. Attention's own operations are left out.
 `tuneloop plan --device` prints it, and `planning/cost.py` adds it up. Devices are in
 `training/devices.py`. It reads parameters of stages by their names (``max_steps``,
 ``updates_per_batch``, ``n``, ``limit``, …), as `planning/plan.py: estimate_work` does: a new
-parameter by which a stage does more or less work has to be read in both.
+parameter by which a stage does more or less work has to be read in both. docs/commands.md ("Hours
+and cost") states the shares and formulas for users; no test compares it with this file, whose own
+are in `tests/unit/planning/test_arithmetic.py`.
 """
 
 import math

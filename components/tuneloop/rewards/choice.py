@@ -21,7 +21,7 @@ from tuneloop.rewards.outcomes import Unverifiable
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 """LaTeX's plain text in a formula, whose content is compared."""
 LETTER = re.compile(
-    r"(?:(?:option|choice|answer)\s*)?\(?([A-Z])(\)?[.:]?)(?![\w'’])\s*(.*)", re.DOTALL
+    r"(?:(?i:option|choice|answer)\s*)?\(?([A-Z])(\)?[.:]?)(?![\w'’])\s*(.*)", re.DOTALL
 )
 """A letter, and what is said of it: ``C``, ``(C)``, ``Option C.``, ``C. Paris``."""
 BEGINS = re.compile(r"\W*[A-Z](?![\w'])")

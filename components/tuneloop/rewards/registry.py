@@ -30,7 +30,8 @@ LARGEST = sys.float_info.max
 @dataclass(frozen=True)
 class Reward:
     """A reward function, and what its module declares. `find_reward` reads each declaration by its
-    name, and docs/extending.md lists them for authors of rewards.
+    name, and docs/extending.md lists them for authors of rewards. ``COSTLY`` is one that is read by
+    `data/tables.py: is_costly` alone.
 
     Attributes:
         name: by which a ``reward_spec`` calls it.

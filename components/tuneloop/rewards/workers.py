@@ -5,7 +5,9 @@ then the fields of the `Verdict`. Its first line has the seconds alone and says 
 a line with `AWAY` says that it waits for a judge.
 
 `rewards/scoring.py` drives the workers from one thread. The fork happens in a process that may have
-threads of libraries: the child calls rewards and nothing of the stage. Tests are in
+threads of libraries: the child calls rewards and nothing of the stage. A call that is out of memory
+ends as a crash, because `judging.py: judge_row` lets `MemoryError` pass. Who reads the words of
+`ended_by` is said in `rewards/outcomes.py: Verdict`. Tests are in
 `tests/unit/rewards/test_scoring.py` and `test_judges.py`.
 """
 
@@ -37,7 +39,7 @@ PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent ends."""
 PATIENCE = 10
 """How many times its seconds a call may take by the clock, while it computes. `HINDERED` of
-`rewards/sandbox/__init__.py` is the same for a program."""
+`rewards/sandbox/__init__.py` is the same for a program, and docs/training.md states it."""
 
 Verdicts = list[tuple[Call, Verdict]]
 """Calls that a worker is done with, each with its verdict."""

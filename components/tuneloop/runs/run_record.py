@@ -212,8 +212,9 @@ class Run(CommittedArtifacts):
         without local state.
 
         These words are known to `runs/summary.py: judge_run`, `runs/tracking.py: find_phase`,
-        `cli/watch.py: CODES`, `cluster/run_workflows.py: find_executor_phase`, trackers, the page
-        (`ui/static`) and docs/commands.md.
+        `runs/stages.py`, `cli/execute.py`, `cli/inspect.py: _suggest_resume`, `cli/watch.py: CODES`,
+        `cluster/run_workflows.py: find_executor_phase`, `extensions/sweep/runs.py`, trackers, the
+        page (`ui/static`) and docs/commands.md.
         """
         state = self.state
         if state is None:

@@ -1,7 +1,9 @@
 """What an update learns from scored rollouts: groups, advantages and mini-batches.
 
 `stages/policy_update.py` calls these in order: `keep_groups`, `set_advantages`,
-`split_mini_batches`. Tests: `tests/unit/stages/test_policy_update.py`.
+`split_mini_batches`. Its `replay_updates` repeats updates that were committed earlier with this
+code and proves every bit: another order, random stream or sum ends the replay of runs that go on
+with a later release. Tests: `tests/unit/stages/test_policy_update.py`, `test_replay.py`.
 """
 
 from array import array

@@ -1,7 +1,7 @@
 """Make a local directory hold a published version: from a full version and deltas, or in place.
 
 Replicas call it for each version (`inference/follower.py`), the publisher for a base that it has
-not (`weights/publish.py`), and `tuneloop weights materialize`. The tests are
+not (`weights/publish.py`), `weights/inspect.py`, and `tuneloop weights materialize`. The tests are
 `tests/unit/weights/test_protocol.py` and `tests/unit/weights/test_cached_deltas.py`.
 """
 

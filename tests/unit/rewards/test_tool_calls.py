@@ -156,6 +156,7 @@ def test_no_call_and_any_call() -> None:
         ("", {}, "metadata has no tools, and the row no answer"),
         ("Paris", TOOLS, "the answer is no JSON list of calls"),
         ("7", TOOLS, "the answer is no JSON list of calls: '7'"),
+        ('{"name": "f", "arguments": "x=1"}', TOOLS, "the answer is no JSON list of calls"),
         ('[{"a": 1, "b": 2}]', TOOLS, "the answer has a call that is neither"),
         (ONE, {"tools": [{"description": "?"}]}, "metadata['tools'][0] has no name"),
         ("", {"tools": [{"name": "f", "parameters": {"type": "texts"}}]}, "the schema of the tool f is no JSON"),

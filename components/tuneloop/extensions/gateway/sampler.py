@@ -30,7 +30,8 @@ weights."""
 KEEP_S = 10.0
 """Seconds for which weights that one session has loaded are reserved for its request: a load of
 another session waits so long, or until they have been sampled from. At most 60 (`load` of
-`inference/http_api.py`). It does not stop an idle server; `SamplerUse` does."""
+`inference/http_api.py`). docs/sharing.md states it. It does not stop an idle server; `SamplerUse`
+does."""
 LOOK_S = 10.0
 """Seconds between two attempts to start a used server, and the most seconds between two checks
 whether a server is still used."""
@@ -146,7 +147,9 @@ class SamplerUse:
                 raise use.failure
 
     def renew(self, namespace: str) -> None:
-        """Record that a request still waits for the sampler of a namespace."""
+        """Record that a request still waits for the sampler of a namespace: `app.py: forward` calls
+        it whenever a caller asks for the result.
+        """
         self._uses.setdefault(namespace, _Use()).used = time.monotonic()
 
     def _watch(self) -> None:

@@ -50,15 +50,16 @@ def read_gold_calls(answer: str) -> list[GoldCall] | None:
         return None
     try:
         value = parse_json(answer)
+        if isinstance(value, dict):
+            value = [value]
+        if not isinstance(value, list):
+            raise Unverifiable(f"the answer is no JSON list of calls: {answer!r:.80}")
+        # The arguments of a call may be a text of JSON, as OpenAI has them.
+        return [_read_gold_call(call) for call in value]
     except NotJson as error:
         raise Unverifiable(
             f"the answer is no JSON list of calls ({error}): {answer!r:.80}"
         ) from None
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list):
-        raise Unverifiable(f"the answer is no JSON list of calls: {answer!r:.80}")
-    return [_read_gold_call(call) for call in value]
 
 
 def _read_gold_call(call: Any) -> GoldCall:
