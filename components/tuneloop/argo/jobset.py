@@ -13,6 +13,7 @@ launches JobSets from a task instead: `kfp/stage.py` builds them of `pod_spec`, 
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRIED_CODES, RETRY_STEP
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.workflow.manifest import parse_applied_object
+from tuneloop.workflow.manifest import parse_applied_object, read_parameters
 from tuneloop.workflow.plan import PodResources, StagePlan
 from tuneloop.workflow.pod_hook import check_use, collect_pod_changes
 from tuneloop.workflow.pod_settings import RESTRICTED_CONTAINER, PodSettings, fit_patch
@@ -57,7 +58,7 @@ LONGEST = 63
 an attempt.
 """
 RESUMED = 99
-"""The largest number of a run's workflow (``RUN-99``) for which `check_names` leaves room."""
+"""The number of a run's workflow (``RUN-99``) for which `check_names` leaves room at least."""
 
 
 def read_field(name: str, path: str) -> JsonObject:
@@ -295,11 +296,14 @@ def check_names(workflow: JsonMapping, run: str) -> None:
         UserError: the name begins with a digit, or is too long.
     """
     spec = workflow["spec"]
-    parameters = {item["name"]: item.get("value") for item in spec["arguments"]["parameters"]}
+    parameters = read_parameters(spec)
+    iterations = parameters.get("iterations", "1")
+    # A long loop continues in further workflows.
+    parts = math.ceil(int(iterations) / int(parameters.get("per-workflow", iterations)))
     # The longest values that the tags can have in this run.
     values = {
-        "{{workflow.name}}": f"{run}-{RESUMED}",
-        "{{inputs.parameters.iteration}}": str(parameters.get("iterations", 1)),
+        "{{workflow.name}}": f"{run}-{max(parts, RESUMED)}",
+        "{{inputs.parameters.iteration}}": iterations,
     }
     for job in map(parse_applied_object, spec.get("templates", ())):
         if job.get("kind") != "JobSet":

@@ -269,6 +269,11 @@ def diff_pipeline(
     ] = None,
     config: CONFIG = None,
     sets: SETS = None,
+    priority: PRIORITY = None,
+    fleet: Annotated[
+        Path | None,
+        typer.Option("--fleet", help="With --run: the manifest with which it was submitted."),
+    ] = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
@@ -276,27 +281,39 @@ def diff_pipeline(
     answer.
 
     Prints the lines that differ, as `diff` does; what the controller or the API server adds is left
-    out.
+    out. Settings, the priority class and the fleet are given as they were to `submit` or `schedule`.
     """
     from tuneloop.cli.checks import configure_remote
     from tuneloop.cluster.drift import find_store, run_drift, template_drift
+    from tuneloop.cluster.graph_end import add_graph_end
     from tuneloop.cluster.run_workflows import template_name
+    from tuneloop.cluster.submission import list_fleet_settings, read_graph
     from tuneloop.config.loading import find_pipeline
     from tuneloop.formats.stored_models import RUN as RUN_SCHEME
 
+    if fleet and not run:
+        raise UserError("--fleet", str(fleet), "is for --run: give both, or neither")
     definition = find_pipeline(pipeline)
-    settings = definition.configure(config, sets or ())
+    assignments = list(sets or ())
+    if fleet and run:
+        assignments = list_fleet_settings(read_graph(fleet, run, namespace)) + assignments
+    settings = definition.configure(config, assignments)
     cluster = connect_to_cluster(namespace, context)
     name = template or template_name(definition.name)
     if str(getattr(settings, "base_model", "")).startswith(RUN_SCHEME):
         # What is live was rendered with the model that its store has under this reference.
         store = find_store(cluster, run, name)
         if store:
-            settings = configure_remote(definition, config, sets, store, keeps_promoted=run is None)
+            settings = configure_remote(
+                definition, config, assignments, store, keeps_promoted=run is None
+            )
     workflow = definition.build(settings)
-    differences = (
-        run_drift(cluster, workflow, run) if run else template_drift(cluster, workflow, name)
-    )
+    if fleet:
+        add_graph_end(workflow, settings.cluster)  # type: ignore[attr-defined]
+    if run:
+        differences = run_drift(cluster, workflow, run, priority)
+    else:
+        differences = template_drift(cluster, workflow, name, priority)
     typer.echo(differences, nl=False)
     return 1 if differences else 0
 

@@ -266,15 +266,19 @@ def fork_run(
     store: STORE = "runs",
     track: TRACK = True,
     warm: WARM = True,
+    ignore_limits: IGNORE_LIMITS = False,
 ) -> int:
     """Begin a run where another stood, with other settings. It begins after an iteration of the
     other run. Nothing is copied; both go on apart.
 
     The exit codes are those of `tuneloop run`.
     """
-    from tuneloop.cli.checks import check_local_run
+    from tuneloop.cli.checks import check_limits, check_local_run
     from tuneloop.config.extended import dump_settings
     from tuneloop.config.loading import dump_workflow, find_pipeline
+    from tuneloop.config.machine import read_machine
+    from tuneloop.planning.disk import check_store
+    from tuneloop.planning.limits import find_limits
     from tuneloop.runs import forking, records, run_record
 
     origin = open_run(name, store)
@@ -296,6 +300,9 @@ def fork_run(
     # All settings of the origin, also those that followed the model when it started.
     settings = definition.configure(origin.directory / "config.yaml", sets or ())
     workflow = forking.begin_workflow(definition, settings, origin, iteration)
+    limits = find_limits(settings, workflow, read_machine())
+    limits += check_store(workflow, origin.store_url)
+    check_limits(limits, ignore_limits)
     resolved = dump_settings(settings)
     check_local_run(resolved, workflow, origin.store_url)
     executor = Executor(None, track, warm)

@@ -21,6 +21,7 @@ from tuneloop.local.journal import BROKEN, DONE, Node
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.stages import find_iteration, get_stage_name
 from tuneloop.runs.summary import format_duration, format_number
+from tuneloop.workflow.manifest import read_parameters
 from tuneloop.workflow.plan import ServerPlan, find_plan
 
 if TYPE_CHECKING:
@@ -105,13 +106,9 @@ class Display:
     """
 
     def __init__(self, run: Run, workflow: JsonMapping) -> None:
-        spec = workflow["spec"]
-        limit: int | None = None
-        for parameter in spec.get("arguments", {}).get("parameters", ()):
-            if parameter["name"] == "iterations" and "value" in parameter:
-                limit = int(parameter["value"])
+        iterations = read_parameters(workflow["spec"]).get("iterations")
         self.run = run
-        self.loop = LoopProgress(limit)
+        self.loop = LoopProgress(int(iterations) if iterations else None)
         self.scorers: set[str] = set()
         self.servers: dict[str, ServerPlan] = {}
         plan = find_plan(workflow)

@@ -2,11 +2,10 @@
 
 `tuneloop diff` (`cli/cluster.py: diff_pipeline`) prints the difference. What `submit` or `schedule`
 adds to the rendered workflow has to be added here, too, else it is a difference of every object.
-`_prepare_like` repeats the run, the store and the namespace. Three things are not repeated, and so
-are shown as differences: a class of ``--priority``, the exit handler of a Dynamo graph
-(`cluster/graph_end.py`), and the parameter of a line (`cluster/schedule.py: take_base_model`).
+`_prepare_like` repeats the run, the store and the namespace, and the priority class and the servers
+of ``--fleet`` as the user gives them again. The parameter of a line is seen in the live template.
 
-It is tested on a cluster alone: `tests/cluster/test_continue.py`.
+Tests: `tests/unit/cluster/test_lines.py`, and on a cluster `tests/cluster/test_continue.py`.
 """
 
 import difflib
@@ -14,18 +13,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from tuneloop.cluster import run_workflows
-from tuneloop.cluster.schedule import LABEL, TEMPLATES, template_spec
+from tuneloop.cluster.schedule import BASE, LABEL, TEMPLATES, take_base_model, template_spec
 from tuneloop.config.loading import dump_workflow
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.manifest import read_parameters
 from tuneloop.workflow.plan import PLAN
 
 
-def template_drift(cluster: Connection, workflow: JsonMapping, name: str) -> str:
+def template_drift(
+    cluster: Connection,
+    workflow: JsonMapping,
+    name: str,
+    priority: str | None = None,
+) -> str:
     """Compare the WorkflowTemplate `name` with `workflow`.
 
     The template was applied from manifests, or made by a schedule.
+
+    Args:
+        cluster: with the namespace of the template.
+        workflow: as it is rendered.
+        name: of the template.
+        priority: the priority class that the schedule was given; None: as rendered.
 
     Returns:
         A unified diff from the template to `workflow`; empty if they are equal.
@@ -43,20 +54,27 @@ def template_drift(cluster: Connection, workflow: JsonMapping, name: str) -> str
         )
     if LABEL in live["metadata"].get("labels", {}):
         # A schedule prepares its template for one store and namespace.
-        prepared = _prepare_like(live, workflow, name)
+        prepared = _prepare_like(live, workflow, name, priority)
         rendered = template_spec(prepared, name)
+        if BASE in read_parameters(live["spec"]):
+            take_base_model(rendered, name)
     else:
         rendered = run_workflows.as_template(workflow, name)["spec"]
     return _compare_specs(live["spec"], rendered, name)
 
 
-def run_drift(cluster: Connection, workflow: JsonMapping, run: str) -> str:
+def run_drift(
+    cluster: Connection,
+    workflow: JsonMapping,
+    run: str,
+    priority: str | None = None,
+) -> str:
     """Compare the newest workflow of a run with `workflow`, as submitted to that run.
 
-    Returns and raises as `template_drift`.
+    Returns and raises as `template_drift`, whose other arguments it has.
     """
     live = run_workflows.find_workflows(cluster, run)[-1]
-    prepared = _prepare_like(live, workflow, run)
+    prepared = _prepare_like(live, workflow, run, priority)
     rendered = run_workflows.copy_entrypoint(prepared, live)
     # It is set when the run is stopped, and never rendered.
     spec = {key: value for key, value in live["spec"].items() if key != "shutdown"}
@@ -83,17 +101,22 @@ def find_store(cluster: Connection, run: str | None, template: str) -> str | Non
 
 def read_store(live: JsonMapping) -> str:
     """Return the store of a workflow, or of a schedule's template: each has this parameter."""
-    parameters = live["spec"]["arguments"]["parameters"]
-    return next(str(item["value"]) for item in parameters if item["name"] == "store")
+    return read_parameters(live["spec"])["store"]
 
 
-def _prepare_like(live: JsonMapping, workflow: JsonMapping, run: str) -> JsonObject:
+def _prepare_like(
+    live: JsonMapping,
+    workflow: JsonMapping,
+    run: str,
+    priority: str | None,
+) -> JsonObject:
     """Prepare `workflow` for the store and the namespace of the one that is live."""
     return run_workflows.prepare_workflow(
         workflow,
         run=run,
         store=read_store(live),
         namespace=live["metadata"]["namespace"],
+        priority=priority,
     )
 
 

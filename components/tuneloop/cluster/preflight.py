@@ -30,7 +30,7 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.planning.pod_paths import is_below, list_mounted_paths
-from tuneloop.workflow.manifest import mounts_token, parse_applied_object
+from tuneloop.workflow.manifest import mounts_token, parse_applied_object, read_parameters
 from tuneloop.workflow.plan import find_plan
 from tuneloop.workflow.pod_hook import list_pod_hooks
 from tuneloop.workflow.pod_schema import DIRECTIVE
@@ -304,10 +304,7 @@ def is_on_node(image: str, node_images: set[str]) -> bool:
 
 def _find_store_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     """Check that the store outlives the pods and, where this machine has its keys, can be written."""
-    url = ""
-    for parameter in workflow["spec"]["arguments"]["parameters"]:
-        if parameter["name"] == "store":
-            url = str(parameter.get("value", ""))
+    url = read_parameters(workflow["spec"]).get("store", "")
     scheme, _, path = url.rpartition("://")
     if scheme in ("", "file"):
         if not is_below(path, list_mounted_paths(workflow, "persistentVolumeClaim")):

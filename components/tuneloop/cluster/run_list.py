@@ -6,7 +6,7 @@ from tuneloop.cluster.run_workflows import get_workflow_age, get_workflow_phase
 from tuneloop.cluster.watch import parse_time
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.kube.connection import WORKFLOWS, Connection
-from tuneloop.workflow.manifest import effective_spec
+from tuneloop.workflow.manifest import effective_spec, read_parameters
 from tuneloop.workflow.settings import RUN_LABEL
 
 
@@ -53,10 +53,6 @@ def _describe_run(run: str, workflows: list[JsonMapping]) -> ListedRun:
     """Describe a run by its workflows, oldest first."""
     newest = workflows[-1]
     spec = effective_spec(newest)
-    parameters = {
-        parameter["name"]: str(parameter.get("value", ""))
-        for parameter in spec.get("arguments", {}).get("parameters", ())
-    }
     pod_labels = spec.get("podMetadata", {}).get("labels", {})
     return ListedRun(
         run=run,
@@ -65,5 +61,5 @@ def _describe_run(run: str, workflows: list[JsonMapping]) -> ListedRun:
         message=str(newest.get("status", {}).get("message", "")),
         workflows=[str(workflow["metadata"]["name"]) for workflow in workflows],
         created=parse_time(workflows[0]["metadata"]["creationTimestamp"]),
-        store=parameters.get("store", ""),
+        store=read_parameters(spec).get("store", ""),
     )

@@ -1,7 +1,6 @@
 """The workflows of a run: prepare, name, find and read them."""
 
 import copy
-from collections.abc import Sequence
 
 import tuneloop
 from tuneloop.argo.jobset import check_names, dump_manifest
@@ -10,7 +9,7 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.store import normalize_url
 from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
 from tuneloop.runs.records import check_name
-from tuneloop.workflow.manifest import begin_at_template, parse_applied_object
+from tuneloop.workflow.manifest import begin_at_template, parse_applied_object, read_parameters
 from tuneloop.workflow.plan import PLAN
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 
@@ -61,7 +60,8 @@ def prepare_workflow(
     spec = prepared["spec"]
     pod_labels = spec.setdefault("podMetadata", {}).setdefault("labels", {})
     pod_labels[RUN_LABEL] = run
-    parameters = {item["name"]: item for item in _list_parameters(spec)}
+    declared = spec.get("arguments", {}).get("parameters", ())
+    parameters = {item["name"]: item for item in declared}
     values = {
         "run": run,
         "store": store,
@@ -83,13 +83,6 @@ def prepare_workflow(
             _set_priority(template, priority)
     check_names(prepared, run)
     return prepared
-
-
-def _list_parameters(spec: JsonMapping) -> Sequence[JsonObject]:
-    """Return the parameters of a workflow, without those that its templates declare."""
-    arguments = spec.get("arguments", {})
-    parameters: Sequence[JsonObject] = arguments.get("parameters", ())
-    return parameters
 
 
 def _set_priority(template: JsonObject, priority: str) -> None:
@@ -202,8 +195,7 @@ def list_cluster_runs(cluster: Connection, store: str, selector: str) -> set[str
     """
     runs: set[str] = set()
     for workflow in cluster.list(*WORKFLOWS, selector=selector):
-        parameters = _list_parameters(workflow["spec"])
-        if {"name": "store", "value": store} in parameters:
+        if read_parameters(workflow["spec"]).get("store") == store:
             runs.add(workflow["metadata"]["labels"][RUN_LABEL])
     return runs
 
@@ -233,9 +225,9 @@ def copy_entrypoint(workflow: JsonMapping, newest: JsonMapping) -> JsonMapping:
     names = {item["name"] for item in workflow["spec"]["arguments"]["parameters"]}
     # What the workflow before has handed on, such as the number of the next iteration.
     carried: dict[str, str] = {}
-    for item in _list_parameters(spec):
-        if item["name"] not in names:
-            carried[item["name"]] = item["value"]
+    for name, value in read_parameters(spec).items():
+        if name not in names:
+            carried[name] = value
     if not carried:
         return workflow
     return begin_at_template(workflow, spec["entrypoint"], carried)

@@ -29,6 +29,29 @@ from tuneloop.runs.run_record import Run
 from tuneloop.workflow.settings import RUN_LABEL
 
 
+def read_graph(manifest: Path, run: str, namespace: str) -> JsonObject:
+    """Read the Dynamo graph of ``--fleet``, as it is created for a run.
+
+    Raises:
+        UserError: the manifest is wrong.
+    """
+    return render_graph(
+        read_yaml_documents("manifest", manifest),
+        namespace=namespace,
+        labels={RUN_LABEL: run},
+    )
+
+
+def list_fleet_settings(graph: JsonObject) -> list[str]:
+    """List the assignments by which a run has the servers of its graph make the rollouts."""
+    address = "dynamo://{name}.{namespace}".format(**graph["metadata"])
+    return [
+        "engine.kind=endpoint",
+        "engine.weights.kind=refit",
+        f"engine.weights.fleet={address}",
+    ]
+
+
 @dataclass
 class Submission:
     """A run that is ready to be submitted.
@@ -84,17 +107,8 @@ class Submission:
         graph: JsonObject | None = None
         fleet_sets: list[str] = []
         if fleet:
-            graph = render_graph(
-                read_yaml_documents("manifest", fleet),
-                namespace=namespace,
-                labels={RUN_LABEL: run},
-            )
-            address = "dynamo://{name}.{namespace}".format(**graph["metadata"])
-            fleet_sets = [
-                "engine.kind=endpoint",
-                "engine.weights.kind=refit",
-                f"engine.weights.fleet={address}",
-            ]
+            graph = read_graph(fleet, run, namespace)
+            fleet_sets = list_fleet_settings(graph)
         # The user's assignments come last, so that they win.
         settings = pipeline.configure(config, fleet_sets + list(sets), store)
         workflow = (

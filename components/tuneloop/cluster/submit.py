@@ -43,7 +43,7 @@ from tuneloop.kube.connection import (
 )
 from tuneloop.runs.records import find_differences
 from tuneloop.sharing.lease_storage import release_leases
-from tuneloop.workflow.manifest import effective_spec, mounts_token
+from tuneloop.workflow.manifest import effective_spec, mounts_token, read_parameters
 from tuneloop.workflow.plan import StagePlan, find_plan
 from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL, TOKEN_KEY, TOKEN_SECRET
 
@@ -149,9 +149,7 @@ def _read_settings(workflow: JsonMapping) -> JsonObject:
     pipeline = pod_labels.get("app.kubernetes.io/name")
     if pipeline:
         settings["pipeline"] = pipeline
-    for parameter in spec.get("arguments", {}).get("parameters", ()):
-        if "value" in parameter:
-            settings[parameter["name"]] = parameter["value"]
+    settings |= read_parameters(spec)
     if "store" in settings:
         settings["store"] = normalize_url(settings["store"])
     # A workflow that is about to be made from a WorkflowTemplate has no templates yet.

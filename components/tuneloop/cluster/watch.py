@@ -26,7 +26,7 @@ from tuneloop.kube.connection import (
 from tuneloop.local.journal import Node
 from tuneloop.runs.stages import get_stage_name
 from tuneloop.sharing.claim_request import TAKE
-from tuneloop.workflow.manifest import effective_spec, list_calls
+from tuneloop.workflow.manifest import effective_spec, list_calls, read_parameters
 from tuneloop.workflow.plan import find_plan
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -81,7 +81,7 @@ def read_status(cluster: Connection, run: str) -> Status:
         if any(node.template == TAKE for node in nodes.values()):
             descriptions = find_object(_describe_claims, cluster, run)
             claims = {} if descriptions in (ABSENT, UNSEEN) else descriptions
-    iterations = _read_values(newest["spec"].get("arguments", {})).get("iterations")
+    iterations = read_parameters(newest["spec"]).get("iterations")
     return Status(
         run=run,
         phase=get_workflow_phase(newest),

@@ -22,7 +22,7 @@ from tuneloop.local.journal import Node
 from tuneloop.local.results import Call, Daemon, Result, Scope
 from tuneloop.workflow import expressions
 from tuneloop.workflow.expression_values import ExpressionError
-from tuneloop.workflow.manifest import parse_duration
+from tuneloop.workflow.manifest import RETRIED_PHASES, parse_duration
 
 FIRST_ATTEMPT: Scope = {
     "lastRetry.exitCode": "0",
@@ -31,9 +31,6 @@ FIRST_ATTEMPT: Scope = {
     "lastRetry.message": "",
 }
 """The tags of the previous attempt, with the values that a first attempt reads."""
-POLICIES = {"Always": ("Failed", "Error"), "OnFailure": ("Failed",), "OnError": ("Error",)}
-"""Policy → phases after which another attempt may follow. With any other policy, such as Argo's
-OnTransientError, nothing is tried again."""
 
 
 class Attempts:
@@ -207,7 +204,7 @@ def _refusal(strategy: JsonMapping, last: Scope, result: Result, number: int) ->
     """
     expression = strategy.get("expression")
     policy = strategy.get("retryPolicy") or ("Always" if expression else "OnFailure")
-    if result.phase not in POLICIES.get(policy, ()):
+    if result.phase not in RETRIED_PHASES[policy]:
         return ""
     if strategy.get("limit") is not None and number >= int(strategy["limit"]):
         return "No more retries left"

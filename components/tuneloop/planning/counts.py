@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tuneloop.core.json_types import JsonMapping
-from tuneloop.workflow.manifest import list_calls
+from tuneloop.workflow.manifest import list_calls, read_parameters
 from tuneloop.workflow.plan import LoopPlan, RunPlan
 
 RESERVES = "tuneloop.cluster.reservations"
@@ -86,7 +86,7 @@ def count_iteration_pods(loop: LoopPlan, iterations: int) -> int:
 
 def count_pods(workflow: JsonMapping) -> Counter[str]:
     """Count the pods of each template, as if each pod of iterations ran one iteration. Templates
-    that are graphs are not counted, except an exit handler (``onExit``)."""
+    that are graphs are not counted."""
     templates = index_templates(workflow)
     iterations = count_iterations(workflow)
     counts: Counter[str] = Counter()
@@ -128,7 +128,8 @@ def count_pods(workflow: JsonMapping) -> Counter[str]:
             counts[name] *= workflows
     handler = workflow["spec"].get("onExit")
     if handler:
-        counts[handler] = workflows
+        # It may be a graph of several templates (`argo/template.py: add_exit_handler`).
+        add_calls(handler, workflows, [])
     # The sign drops what runs zero times.
     return +counts
 
@@ -141,12 +142,11 @@ def index_templates(workflow: JsonMapping) -> dict[str, JsonMapping]:
 def count_iterations(workflow: JsonMapping) -> int:
     """Return the most iterations of a run's loop, in all its workflows; 1 where it has no loop. The
     names of the parameters are those of `argo/pipeline.py: read_limits`."""
-    return read_parameter(workflow, "iterations", 1)
+    # A fork begins with a later one (`runs/forking.py: begin_workflow`).
+    first = read_parameter(workflow, "iteration", 1)
+    return read_parameter(workflow, "iterations", 1) - first + 1
 
 
 def read_parameter(workflow: JsonMapping, name: str, default: int) -> int:
     """Return a parameter of the workflow that is a number, or `default` where it has none."""
-    for parameter in workflow["spec"].get("arguments", {}).get("parameters", ()):
-        if parameter["name"] == name and "value" in parameter:
-            return int(parameter["value"])
-    return default
+    return int(read_parameters(workflow["spec"]).get(name, default))

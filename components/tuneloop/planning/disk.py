@@ -3,8 +3,8 @@
 Checkpoints count (`tuneloop.planning.checkpoint_size`). Rollouts, rewards and the manifests are
 small beside them and are left out, and so are published weight versions.
 
-`plan` prints the footprint, and `run` asks `check_store` before it starts a new run
-(`cli/execute.py`); a fork, a resume and runs on clusters do not. The tests are in
+`plan` prints the footprint, and `run` and `fork` ask `check_store` before they start a new run
+(`cli/execute.py`); a resume and runs on clusters do not. The tests are in
 `tests/unit/planning/test_limits.py`.
 """
 

@@ -2,13 +2,13 @@
 devices.
 
 `find_limits` is the one list of checks, which `plan`, `lint`, `run`, `submit`, `schedule` and the
-commands for Kubeflow Pipelines share; a fork on this machine makes none. Everything is read from
-the rendered workflow and from the model's files; nothing is loaded. `cli/checks.py: check_limits`
-prints and refuses.
+commands for Kubeflow Pipelines share. Everything is read from the rendered workflow and from the
+model's files; nothing is loaded. `cli/checks.py: check_limits` prints and refuses.
 
-A workflow without a plan, or whose stages lack `base_model`, is not checked at all. A check reads
-stages and parameters by their names, so a parameter that is renamed ends the check without a word,
-unless a line of `tests/unit/planning/test_limits.py` or `tests/unit/cli/mistakes.py` notices.
+A workflow without a plan is not checked at all. Where its stages lack `base_model`, nothing is known
+of the model. A check reads stages and parameters by their names, so a parameter that is renamed ends
+the check without a word, unless a line of `tests/unit/planning/test_limits.py` or
+`tests/unit/cli/mistakes.py` notices.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,12 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from tuneloop.argo.memory_estimate import Part, compute_memory_request, estimate_memory_parts
+from tuneloop.argo.memory_estimate import (
+    UNKNOWN_MODEL,
+    Part,
+    compute_memory_request,
+    estimate_memory_parts,
+)
 from tuneloop.config.followed import SECTION_SUFFIX
 from tuneloop.config.machine import Machine, describe_pods
 from tuneloop.config.model_facts import Model, ModelFacts
@@ -62,6 +67,10 @@ SHARED_UTILIZATION = 0.6
 """The largest `gpu_memory_utilization` of a vLLM that leaves a trainer on the same GPU some room."""
 UTILIZATION = 0.9
 """vLLM's own default of `gpu_memory_utilization`."""
+
+
+NO_MODEL = ModelFacts(name="", directory=None, shape=UNKNOWN_MODEL)
+"""The facts of a pipeline that has no stage `base_model`."""
 
 
 @dataclass(frozen=True)
@@ -144,12 +153,10 @@ def find_limits(
     if plan is None:
         return []
     pods = list_planned_pods(workflow, plan)
-    if pods.facts is None:
-        return []
     run = CheckedRun(
         settings=settings,
         pods=pods,
-        facts=pods.facts,
+        facts=pods.facts or NO_MODEL,
         machine=machine,
         mounts=mounts,
     )
@@ -171,10 +178,14 @@ def read_pods(settings: BaseModel) -> Machine:
 def check_base_model(run: CheckedRun) -> Iterator[UserError]:
     """Find a base model that is neither a complete directory, here or in a store, nor a name on the
     hub."""
+    stages = run.pods.list_stages_of(base_model)
+    # A fork does not run the stage, and a pipeline may have none.
+    if not stages:
+        return
     facts = run.facts
     name = facts.name
     if is_reference(name):
-        for stage in run.pods.list_stages_of(base_model):
+        for stage in stages:
             revision = stage.parameters.get("revision")
             if revision is not None:
                 setting = run.name_setting(stage, "revision")

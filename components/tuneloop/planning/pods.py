@@ -45,8 +45,9 @@ class PlannedPods:
 
     @cached_property
     def facts(self) -> ModelFacts | None:
-        """What is known of the base model; None where no stage brings one."""
-        return facts_of(self.stages)
+        """What is known of the base model; None where no stage brings one. A fork goes on with it,
+        and does not run this stage."""
+        return facts_of(self.plan.stages.values())
 
     @cached_property
     def model(self) -> Model | str:

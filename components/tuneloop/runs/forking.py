@@ -27,7 +27,12 @@ from tuneloop.training.old_checkpoints import check_trainable, pin_artifact
 from tuneloop.weights.codec import Encoding
 from tuneloop.weights.publish import publish_version
 from tuneloop.workflow.loop import Loop, step_of
-from tuneloop.workflow.manifest import begin_at_template, find_ancestors, list_calls
+from tuneloop.workflow.manifest import (
+    begin_at_template,
+    find_ancestors,
+    list_calls,
+    read_parameters,
+)
 from tuneloop.workflow.plan import read_plan
 
 
@@ -58,7 +63,7 @@ def begin_workflow(
     if loop is None or not {step.name for step in loop.steps} <= entries.keys():
         raise UserError("ITERATION", iteration, _explain_missing(run, iteration))
     _check_done(workflow, run)
-    arguments = _read_parameters(workflow)
+    arguments = read_parameters(workflow["spec"])
     last = int(arguments["iterations"])
     if iteration >= last:
         remedy = f"the loop would end with iteration {iteration}: set it higher"
@@ -128,7 +133,7 @@ def record_fork(
     """
     check_name(name, "--name")
     store = Store(f"{run.store_url}/{name}")
-    parameters = _read_parameters(workflow)
+    parameters = read_parameters(workflow["spec"])
     references = {key: value for key, value in parameters.items() if f"@{DIGEST}:" in value}
     origin = {
         "run": run.name,
@@ -167,12 +172,6 @@ def _publish_policy(url: str, reference: str, encoding: Encoding | None) -> None
         source=policy.manifest.digest,
         encoding=encoding,
     )
-
-
-def _read_parameters(workflow: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parameters that a workflow is started with, name → value."""
-    parameters = workflow["spec"]["arguments"]["parameters"]
-    return {parameter["name"]: str(parameter.get("value")) for parameter in parameters}
 
 
 def _check_done(workflow: Mapping[str, Any], run: Run) -> None:

@@ -100,9 +100,8 @@ class Candidate:
     Attributes:
         checkpoint: of the version that the run exports.
         evaluation: the newest of that version.
-        former: the first evaluation of any other version of the run; None without one. Mostly it is
-            of the policy that the run began with; in ``pipelines/dpo.py`` it is of the policy that
-            the demonstrations made.
+        former: the first evaluation of the policy that the run began with; None without one, as of
+            a pipeline that evaluates only what its fine-tuning made of that policy.
     """
 
     checkpoint: Entry
@@ -114,7 +113,9 @@ def promote_result(run: Run, name: str, minima: Mapping[str, float]) -> str:
     """Promote the version that a finished run exports as `name`, if it is good enough.
 
     It has to reach `minima`, metric → value, and the mean reward that the policy with which the run
-    began has on the same held-out prompts. Otherwise the version that stands under the name stays.
+    began has on the same held-out prompts. Where the run did not evaluate that policy, it has to
+    reach the mean reward with which the standing version was promoted. Otherwise the version that
+    stands under the name stays.
 
     Returns:
         A line that says what was done and why; empty where the version stands already.
@@ -122,8 +123,8 @@ def promote_result(run: Run, name: str, minima: Mapping[str, float]) -> str:
     history, _ = read_history(Store(run.store_url))
     try:
         candidate = find_candidate(run)
-        required = find_requirements(candidate, minima)
         newest = find_newest(history, name)
+        required = find_requirements(candidate, minima, newest.get("figures", {}))
         if newest.get("ref") == run.reference(candidate.checkpoint):
             return ""
         check_results(candidate.evaluation, required)
@@ -153,7 +154,8 @@ def find_candidate(run: Run) -> Candidate:
             continue
         if policy.key == checkpoint.key:
             evaluations.append(evaluation)
-        elif first is None:
+        elif first is None and "policy" not in policy.manifest.inputs:
+            # What a stage made of another policy is not what the run began with.
             first = evaluation
     if not evaluations:
         remedy = f"was not evaluated: there is no {METRIC} of held-out prompts"
@@ -161,16 +163,27 @@ def find_candidate(run: Run) -> Candidate:
     return Candidate(checkpoint, evaluations[-1], first)
 
 
-def find_requirements(candidate: Candidate, minima: Mapping[str, float]) -> dict[str, float]:
-    """Return metric → the value that a candidate has to reach: `minima`, and what the run began
-    with.
+def find_requirements(
+    candidate: Candidate,
+    minima: Mapping[str, float],
+    standing: Mapping[str, float],
+) -> dict[str, float]:
+    """Return metric → the value that a candidate has to reach.
+
+    Args:
+        candidate: the result, with the evaluation of what its run began with.
+        minima: metric → value, as the user gave them.
+        standing: metric → value with which the version was promoted that stands under the name.
+            They count where the run did not evaluate what it began with.
 
     Raises:
-        UserError: there is neither.
+        UserError: there is nothing to compare with.
     """
     required = dict(minima)
+    former = standing.get(METRIC)
     if candidate.former is not None:
         former = candidate.former.manifest.scalars[METRIC]
+    if former is not None:
         required[METRIC] = max(former, required.get(METRIC, former))
     if not required:
         remedy = "was evaluated alone, without the policy that the run began with; give --min"

@@ -22,6 +22,9 @@ from tuneloop.workflow.pod_hook import list_pod_hooks
 from tuneloop.workflow.settings import SANDBOX, TOKEN_SECRET
 
 KINDS = ("container", "dag")
+RETRIED_PHASES = {"Always": ("Failed", "Error"), "OnFailure": ("Failed",), "OnError": ("Error",)}
+"""Policy of a retry strategy → phases after which another attempt may follow. Argo's
+``OnTransientError`` goes by the texts of errors that only a cluster has."""
 UNSUPPORTED = "is not supported by the local executor; remove it, or submit to a cluster"
 
 FIELD_PATHS = (
@@ -69,6 +72,7 @@ def check_workflow(spec: JsonMapping) -> None:
         if len(kinds) != 1:
             remedy = f"needs one of {', '.join(KINDS)}"
             raise UserError(f"templates.{template['name']}", kinds, remedy)
+        _check_retries(template)
         _check_pod(template)
         _check_graph(template, names)
 
@@ -124,6 +128,18 @@ def effective_spec(workflow: JsonMapping) -> JsonObject:
     return dict(stored) | workflow["spec"]
 
 
+def read_parameters(spec: JsonMapping) -> dict[str, str]:
+    """Read the parameters that a workflow is started with: name → value. One without a value is
+    left out.
+    """
+    parameters = spec.get("arguments", {}).get("parameters") or ()
+    values: dict[str, str] = {}
+    for parameter in parameters:
+        if parameter.get("value") is not None:
+            values[parameter["name"]] = str(parameter["value"])
+    return values
+
+
 def begin_at_template(
     workflow: JsonMapping,
     entrypoint: str,
@@ -159,6 +175,16 @@ def labels_of(resource: JsonMapping) -> Mapping[str, str]:
     """Return the labels of any object, or of a template's pod."""
     metadata = resource.get("metadata") or {}
     return metadata.get("labels") or {}
+
+
+def _check_retries(template: JsonMapping) -> None:
+    """Refuse a policy of retries by which the local executor would try nothing again."""
+    strategy = template.get("retryStrategy") or {}
+    policy = strategy.get("retryPolicy")
+    if policy and policy not in RETRIED_PHASES:
+        field = f"templates.{template['name']}.retryStrategy.retryPolicy"
+        remedy = f"is not supported by the local executor; use {', '.join(RETRIED_PHASES)}"
+        raise UserError(field, policy, remedy)
 
 
 def _check_pod(template: JsonMapping) -> None:

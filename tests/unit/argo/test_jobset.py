@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tuneloop.argo.jobset import check_names
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.cluster.pod_requests import compute_pod_requests
 from tuneloop.cluster.run_workflows import find_queued_templates, prepare_workflow
@@ -120,6 +121,26 @@ def test_a_priority_given_at_submission_reaches_the_jobs() -> None:
     labels = find_queued_templates(made)
     assert {"sft-job", "policy-update-job"} <= labels.keys()
     assert {each["kueue.x-k8s.io/priority-class"] for each in labels.values()} == {"tuneloop-high"}
+
+
+def test_a_name_has_room_for_all_workflows_of_a_long_loop() -> None:
+    few = rendered("nodes=2", "loop.iterations=200", "loop.per_workflow=90")
+    many = rendered("nodes=2", "loop.iterations=200", "loop.per_workflow=2")
+    lengths = range(1, 63)
+    longest = {
+        count: max(length for length in lengths if accepts_name(workflow, "n" * length))
+        for count, workflow in ((3, few), (100, many))
+    }
+    # RUN-99 and RUN-100.
+    assert longest[3] - longest[100] == 1
+
+
+def accepts_name(workflow: dict[str, Any], run: str) -> bool:
+    try:
+        check_names(workflow, run)
+    except UserError:
+        return False
+    return True
 
 
 def test_a_job_asks_for_what_all_its_pods_ask_for() -> None:

@@ -1,5 +1,6 @@
 """Schedules by the time, and lines: runs that go on from the last good result."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,13 @@ import pytest
 from tests.policies import commit_policy
 from tests.unit import toy
 from tests.unit.cluster.api import Api, kubeconfig, serving
+from tests.unit.inference.test_graph import BETA
 from tuneloop.cli import run_cli
 from tuneloop.cluster.run_workflows import prepare_workflow
 from tuneloop.cluster.schedule import BASE, CRON, TEMPLATES, main
+from tuneloop.cluster.submission import Submission
 from tuneloop.config.loading import find_pipeline
-from tuneloop.core.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.store import Store
 from tuneloop.formats.promotions import read_history
 
@@ -44,18 +47,32 @@ class Line:
         base: str | None = values.get(BASE)
         return base
 
-    def write_result(self, run: str, skills: tuple[int, int]) -> Artifact:
-        """Commit what a run commits that begins with one skill and ends with another; return the
-        version that it exports."""
+    def write_result(self, run: str, skills: tuple[int, int], *, tuned: bool = False) -> Artifact:
+        """Commit what a run commits that evaluates one skill first and ends with another; return
+        the version that it exports. A tuned one makes both of a base that it does not evaluate."""
         url = f"{self.store}/{run}"
-        first = toy.sft(out=f"{url}/sft", skill=skills[0])
-        toy.evaluate(out=f"{url}/evaluate-before", policy=f"{url}/sft@{first.digest}")
-        toy.sft(out=f"{url}/trained", skill=skills[1])
-        policy = Artifact(f"{url}/trained")
+        inputs: dict[str, str] = {}
+        if tuned:
+            toy.sft(out=f"{url}/base-model")
+            inputs["policy"] = Artifact(f"{url}/base-model").ref
+        first = commit_skill(f"{url}/sft", skills[0], inputs)
+        toy.evaluate(out=f"{url}/evaluate-before", policy=first.ref)
+        policy = commit_skill(f"{url}/trained", skills[1], inputs)
         toy.evaluate(out=f"{url}/evaluate-after", policy=policy.ref)
         toy.export(out=f"{url}/export", policy=policy.ref)
         self.end(run, "Succeeded")
         return policy
+
+
+def commit_skill(url: str, skill: int, inputs: dict[str, str]) -> Artifact:
+    """Commit a policy of the toy, made of these inputs."""
+    draft = Draft(url)
+    (draft.path / "model").mkdir()
+    (draft.path / "model" / "weights.json").write_text(json.dumps({"skill": skill}))
+    draft.commit(
+        stage="sft", role="trainer", kind="checkpoint", inputs=inputs, facts={"version": 1}
+    )
+    return Artifact(url)
 
 
 @pytest.fixture
@@ -91,6 +108,22 @@ def test_each_run_begins_with_the_last_good_result(line: Line) -> None:
     history, _ = read_history(Store(line.store))
     assert [item["ref"] for item in history] == [good.ref, better.ref]
     assert {item["name"] for item in history} == {"nightly"}
+
+
+def test_a_result_is_not_compared_with_what_the_run_made_on_its_way(line: Line) -> None:
+    """As in `dpo`, which evaluates the policy after SFT and then that after the pairs."""
+    line.tick(NIGHTS[0], "--promote")
+    line.write_result("nightly-20260101-0300", (0, 1), tuned=True)
+    said = line.tick(NIGHTS[1], "--promote")
+    assert "was evaluated alone, without the policy that the run began with; give --min" in said
+    good = line.write_result("nightly-20260102-0300", (0, 2), tuned=True)
+    said = line.tick(NIGHTS[2], "--promote", "--min", "mean_reward=0.25")
+    assert said.startswith("promoted: nightly-20260102-0300: mean_reward 0.75 (≥ 0.25)")
+    # Better than after SFT, and worse than what it began with.
+    line.write_result("nightly-20260103-0300", (0, 1), tuned=True)
+    said = line.tick(NIGHTS[3], "--promote", "--min", "mean_reward=0.25")
+    assert said.startswith("not promoted: nightly-20260103-0300: --min: 'mean_reward=0.75': is not")
+    assert line.read_base("nightly-20260104-0300") == good.ref
 
 
 def test_nothing_starts_beside_a_run_or_twice_at_a_time(line: Line) -> None:
@@ -194,3 +227,45 @@ def test_a_run_that_was_submitted_by_the_name_of_another_is_equal(
     assert run_cli(["diff", "sft", "--run", "demo", "--set", assignment]) == 0
     assert run_cli(["diff", "sft", "--run", "demo", "--set", "seed=3"]) == 1
     assert policy.ref in capsys.readouterr().out
+
+
+def test_diff_repeats_what_schedule_was_given(
+    line: Line, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queued = ("--set", "cluster.queue=team")
+    assert schedule("--always", "--promote", "--priority", "high", *queued) == 0
+    line.server.objects[TEMPLATES[2], "nightly"]["metadata"]["namespace"] = "tuneloop"
+    words = ["diff", "sft", "--template", "nightly", *queued]
+    assert run_cli([*words, "--priority", "high"]) == 0
+    capsys.readouterr()
+    assert run_cli(words) == 1
+    changed = [text for text in capsys.readouterr().out.splitlines() if text[:1] in "+-"][2:]
+    assert {text.strip("- ") for text in changed} == {"kueue.x-k8s.io/priority-class: high"}
+
+
+def test_diff_repeats_what_submit_was_given(
+    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = tmp_path / "graph.yaml"
+    graph.write_text(BETA)
+    submission = Submission.plan(
+        find_pipeline("grpo"),
+        "demo",
+        line.store,
+        config=None,
+        sets=[],
+        priority=None,
+        namespace="tuneloop",
+        fleet=graph,
+        origin=None,
+        iteration=0,
+    )
+    workflow = submission.workflow
+    workflow["metadata"] |= {"name": "demo-1", "creationTimestamp": NIGHTS[0]}
+    line.server.objects["workflows", "demo-1"] = workflow
+    words = ["diff", "grpo", "--run", "demo"]
+    assert run_cli([*words, "--fleet", str(graph)]) == 0
+    assert run_cli(words) == 1
+    assert "end-graph" in capsys.readouterr().out
+    assert run_cli(["diff", "grpo", "--fleet", str(graph)]) == 2
+    assert "is for --run: give both, or neither" in capsys.readouterr().err

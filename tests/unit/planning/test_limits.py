@@ -10,12 +10,18 @@ import pytest
 from tests.making import commit
 from tests.unit.config.test_followed import CPU, LLAMA_8B, ONE_GPU, PODS
 from tuneloop.cli import run_cli
-from tuneloop.config.loading import find_pipeline
+from tuneloop.config.extended import dump_settings
+from tuneloop.config.loading import dump_workflow, find_pipeline
 from tuneloop.config.machine import Machine
+from tuneloop.core.artifacts import Draft
 from tuneloop.core.errors import UserError
 from tuneloop.planning.disk import check_store, estimate_footprint
 from tuneloop.planning.limits import find_limits, read_pods
+from tuneloop.runs.forking import begin_workflow
+from tuneloop.runs.records import Record, list_runs
+from tuneloop.runs.run_record import Run
 from tuneloop.training.delegation import check_conversation_choices
+from tuneloop.workflow.plan import read_plan
 
 
 @pytest.fixture
@@ -307,6 +313,81 @@ def test_a_store_without_room_is_refused(llama_8b: Path, tmp_path: Path) -> None
     assert "(all; set update.save_total_limit" in str(limit.error)
     assert [*check_store(workflow, "s3://bucket/runs")] == []
     assert [*check_store(found.build(found.configure()), str(tmp_path))] == []
+
+
+ALONE = """
+from tuneloop.cli.pipeline_file import make_builders
+from tuneloop.config.pipeline import SET_BY_PIPELINE, PipelineConfig
+from tuneloop.stages.data_prep import data_prep
+from tuneloop.workflow.loop import StageSpec
+
+Config = PipelineConfig.with_sections(data=data_prep.settings(without=SET_BY_PIPELINE))
+
+def stages(config):
+    return [StageSpec(data_prep, config.data)]
+
+def draw(graph):
+    "Data alone."
+    graph.stage(data_prep)
+
+build_argo, build_kfp = make_builders("alone", stages, draw)
+"""
+
+
+def test_a_pipeline_without_a_model_is_checked_too(tmp_path: Path) -> None:
+    file = tmp_path / "alone.py"
+    file.write_text(ALONE)
+    assert limits(str(file), CPU) == []
+    (problem,) = limits(str(file), CPU, f"data={tmp_path}/rows.jsonl")
+    assert problem.endswith("no such file here: correct the path")
+
+
+LOOPED = ("rollout", "reward", "policy-update")
+"""The stages of an iteration of `grpo`."""
+
+
+@pytest.fixture
+def origin(smollm2: Path, tmp_path: Path) -> Run:
+    """A run of `grpo`, as far as a fork asks for it: its record, and its first iteration."""
+    pipeline = find_pipeline("grpo")
+    settings = pipeline.configure(None, [f"base_model={smollm2}", "loop.iterations=4"])
+    store = f"file://{tmp_path}/runs"
+    record = Record(
+        run="x",
+        pipeline="grpo",
+        path=str(pipeline.path),
+        config=dump_settings(settings),
+        store=store,
+    )
+    workflow = pipeline.build(settings)
+    Run.create(record, dump_workflow(workflow))
+    for name, stage in read_plan(workflow).stages.items():
+        component = stage.component
+        assert component
+        params = component.validate(stage.parameters)
+        tracked = params.model_dump(mode="json", exclude=component.untracked)
+        key = f"iterations/1/{name}" if name in LOOPED else name
+        Draft(f"{store}/x/{key}").commit(stage=component.name, params=tracked)
+    return Run.open("x", store)
+
+
+def test_a_fork_is_checked_as_a_run(origin: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["fork", "x", "1", "--store", origin.store_url]
+    assert run_cli([*words, "--set", "rollout.max_tokens=100000"]) == 2
+    assert "rollout.max_tokens: 100000: leaves no room for a prompt" in capsys.readouterr().err
+    assert run_cli([*words, "--set", "trainer.per_device_train_batch_size=100000"]) == 2
+    assert "or start it as it is with --ignore-limits" in capsys.readouterr().err
+    assert list_runs(origin.store_url) == ["x"]
+
+
+def test_a_fork_counts_the_iterations_that_are_left(origin: Run) -> None:
+    grpo = find_pipeline("grpo")
+    settings = grpo.configure(Path(origin.directory, "config.yaml"))
+    whole = estimate_footprint(grpo.build(settings))
+    fork = estimate_footprint(begin_workflow(grpo, settings, origin, 1))
+    assert whole and fork
+    assert (whole.iterations, fork.iterations) == (4, 3)
+    assert fork.once < whole.once, "the base model is the origin's"
 
 
 def test_the_stage_refuses_choices_that_another_backend_does_not_know(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
+import copy
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,24 @@ def work(workflow: dict[str, Any]) -> dict[str, str]:
 
 def test_pods_are_counted_through_loops() -> None:
     assert count_pods(WORKFLOW) == {"base-model": 1, "sft": 1 + 10, "rollout": 10}
+
+
+def test_the_templates_of_an_exit_handler_are_drawn() -> None:
+    """As of two extensions: a graph of both, at the end of each workflow."""
+    workflow = copy.deepcopy(WORKFLOW)
+    spec = workflow["spec"]
+    requests = {"requests": {"memory": "64Mi"}}
+    for name in ("give", "tell"):
+        container = {"image": "ends", "command": ["true"], "resources": requests}
+        spec["templates"].append({"name": name, "container": container})
+    tasks = [{"name": name, "template": name} for name in ("give", "tell")]
+    spec["templates"].append({"name": "at-the-end", "dag": {"tasks": tasks}})
+    spec["onExit"] = "at-the-end"
+    assert count_pods(workflow) == count_pods(WORKFLOW) + Counter(give=1, tell=1)
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(planning.render_plan("toy", workflow))
+    rows = [line.split() for line in console.export_text().splitlines() if "ends" in line]
+    assert [row[:4] for row in rows] == [["give", "ends", "cpu", "1"], ["tell", "ends", "cpu", "1"]]
 
 
 def test_numbers_are_those_of_a_plan() -> None:

@@ -109,6 +109,11 @@ def container(**more: Any) -> dict[str, Any]:
             {},
             "spec.templates.ok.retryStrategy.backoff.cap",
         ),
+        (
+            [pod(retryStrategy={"limit": 1, "retryPolicy": "OnTransientError"}), MAIN],
+            {},
+            "templates.ok.retryStrategy.retryPolicy",
+        ),
         ([OK, MAIN], {"activeDeadlineSeconds": 1}, "spec.activeDeadlineSeconds"),
         ([OK, MAIN], {"templateDefaults": {}}, "spec.templateDefaults"),
         ([OK, MAIN], {"retryStrategy": {"limit": 1}}, "spec.retryStrategy"),

@@ -34,6 +34,7 @@ from tuneloop.kube.connection import Connection, retry_until_available
 from tuneloop.runs.records import check_name
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.tracking import find_phase
+from tuneloop.workflow.manifest import read_parameters
 
 POLL_S = 2.0
 """Seconds between two looks at a run that may be stopped early."""
@@ -187,10 +188,7 @@ class Sweep:
 
 def _read_iterations(workflow: JsonMapping) -> int:
     """Return the number of iterations of a rendered workflow; 0 if it has no such parameter."""
-    for parameter in workflow["spec"]["arguments"]["parameters"]:
-        if parameter["name"] == "iterations":
-            return int(parameter["value"])
-    return 0
+    return int(read_parameters(workflow["spec"]).get("iterations", 0))
 
 
 def list_combinations(name: str, over: Sequence[str]) -> dict[str, dict[str, str]]:
