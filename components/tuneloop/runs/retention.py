@@ -6,8 +6,7 @@ attempts that lost a race or died. It is not touched if it was written to lately
 still be running, on any machine.
 
 `tuneloop gc` calls it. The loop itself deletes old checkpoints while it runs, and both ask the same
-functions what is still needed (`training/old_checkpoints.py`). Only the loop knows `keep_every`: a
-model that it kept by this setting is deleted by ``gc --keep``.
+functions what is still needed (`training/old_checkpoints.py`).
 """
 
 import contextlib
@@ -20,7 +19,13 @@ from tuneloop.core.context import METRICS
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import STAGED, Store
 from tuneloop.runs.run_record import Run
-from tuneloop.training.old_checkpoints import STATE, list_needed, list_pinned
+from tuneloop.training.old_checkpoints import (
+    KEEP_EVERY,
+    STATE,
+    is_kept,
+    list_needed,
+    list_pinned,
+)
 
 IDLE_S = 86400.0
 """The seconds without a write after which an attempt counts as dead."""
@@ -54,8 +59,9 @@ def find_leftovers(
     """Find what `delete_leftovers` deletes, sorted by key.
 
     The `keep` newest checkpoints and pinned ones are kept, and those needed to continue training
-    from them: the base of adapters, and all since the trainer's state was written. Others keep only
-    manifest and history: the run still resumes and reports, but they cannot be loaded.
+    from them: the base of adapters, and all since the trainer's state was written. Of those that
+    the run keeps by `keep_every`, the model is kept. Others keep only manifest and history: the run
+    still resumes and reports, but they cannot be loaded.
 
     Args:
         run: the run whose data is looked at.
@@ -201,7 +207,15 @@ def _find_old_files(
             continue
         checkpoint = "/".join(parts[:3])
         manifest = old.get(checkpoint)
-        if manifest and parts[3] in (manifest.root, STATE) and parts[4] != METRICS:
+        if manifest is None:
+            continue
+        keep_every = manifest.notes.get(KEEP_EVERY)
+        if keep_every and is_kept(manifest, keep_every):
+            # What is left of it is no pruned checkpoint: its model can be loaded.
+            if parts[3] == STATE:
+                reason = f"trainer's state of version {manifest.version}"
+                yield Leftover(key, reason, size)
+        elif parts[3] in (manifest.root, STATE) and parts[4] != METRICS:
             reason = f"checkpoint of version {manifest.version}"
             yield Leftover(key, reason, size, checkpoint)
 

@@ -31,7 +31,7 @@ from tuneloop.training import algorithm_lookup, checkpoint, epochs
 from tuneloop.training.checkpoint import Resident
 from tuneloop.training.lora import disable_adapters
 from tuneloop.training.mini_batches import keep_groups, set_advantages, split_mini_batches
-from tuneloop.training.old_checkpoints import delete_old_checkpoints
+from tuneloop.training.old_checkpoints import KEEP_EVERY, delete_old_checkpoints
 from tuneloop.training.options import LEARNING_RATE_TEXT, TrainerOptions
 from tuneloop.training.policy_gradient import Objective
 from tuneloop.training.samples import Sample, check_ids, check_sampling, read_samples
@@ -208,6 +208,8 @@ def policy_update(
         pass_carried(rewards, stage.out)
     is_due = iteration % options.state_every == 0
     stage.notes["state"] = "due" if is_due else "not due"
+    if options.keep_every:
+        stage.notes[KEEP_EVERY] = options.keep_every
     if is_due:
         commit_state_later(stage, trainer)
     checkpoint.RESIDENT.keep(trainer, stage.attempt, options)

@@ -29,6 +29,8 @@ STATE_FACT = "trainer_state"
 """
 SINCE = "state_since"
 """The note that names the checkpoint from which updates must be repeated to restore that state."""
+KEEP_EVERY = "keep_every"
+"""The note of each checkpoint of a loop that has this setting, since it is not tracked."""
 PINS = "pins"
 """Folder below a run: ``pins/<key of a checkpoint>/<who needs it>``, for forks and promoted
 versions.
@@ -126,11 +128,17 @@ def delete_old_checkpoints(stage: Stage[RetentionParams], manifest: Manifest) ->
         if url in list_pinned(run):
             break
         # A model that stays is for evaluation and export; training does not go on from it.
-        if keep_every and old.params.get("iteration", 1) % keep_every == 0:
+        if keep_every and is_kept(old, keep_every):
             Store(url).delete(STATE)
             continue
         prune_checkpoint(url, old, f"save_total_limit={limit}")
         stage.log(f"deleted version {old.version}: save_total_limit is {limit}")
+
+
+def is_kept(manifest: Manifest, keep_every: int) -> bool:
+    """Return whether the model of a checkpoint stays when retention passes on."""
+    iteration = manifest.params.get("iteration", 1)
+    return bool(iteration % keep_every == 0)
 
 
 def list_needed_by(run: str, newest: Sequence[tuple[str, Manifest]]) -> set[str]:

@@ -234,6 +234,31 @@ def test_models_of_some_iterations_stay_without_the_trainers_state(tmp_path: Pat
         check_trainable(Artifact(f"{tmp_path}/x/iterations/4/policy-update"))
 
 
+def test_gc_keeps_the_models_that_the_run_keeps(tmp_path: Path) -> None:
+    policy = checkpoint_artifact(tmp_path / "x/sft")
+    for i in range(1, 5):
+        place = tmp_path / f"x/iterations/{i}"
+        rewards = rewards_artifact(place / "reward", policy)
+        options = {"keep_every": 2, "iteration": i, "device": "cpu"}
+        policy_update(
+            out=f"{place}/policy-update", policy=policy.ref, rewards=rewards.ref, **options
+        )
+        policy = Artifact(f"{place}/policy-update")
+        RESIDENT.take(policy, policy_update.options["options"].model_construct())
+    run = Run("x", str(tmp_path))
+    items = find_leftovers(run, keep=1)
+    delete_leftovers(run, items)
+    assert find_leftovers(run, keep=1) == []
+    models = {path.parts[-5] for path in tmp_path.glob("x/iterations/*/*/data-*/model/config.json")}
+    states = {path.parts[-4] for path in tmp_path.glob("x/iterations/*/*/state/manifest.json")}
+    assert (models, states) == ({"2", "4"}, {"4"})
+    assert Artifact(f"{run.url}/iterations/2/policy-update").part("model").is_dir()
+    proofs = {proof.key: proof for proof in audit_run(Run("x", str(tmp_path)))}
+    assert not [problem for proof in proofs.values() for problem in proof.problems]
+    deleted = {key for key, proof in proofs.items() if proof.deleted}
+    assert deleted == {"iterations/1/policy-update", "iterations/3/policy-update"}
+
+
 def test_a_checkpoint_that_was_being_pruned_is_no_damage(run: Run) -> None:
     """As a kill leaves it: the rule is there, and some of the files."""
     checkpoint = run.checkpoints[1]
