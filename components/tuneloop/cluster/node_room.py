@@ -120,8 +120,19 @@ def pack_pods(shapes: Sequence[PodShape], rooms: Sequence[NodeRoom]) -> bool:
         NodeRoom(name=room.name, labels=room.labels, taints=room.taints, free=dict(room.free))
         for room in rooms
     ]
-    ordered = sorted(shapes, key=lambda shape: sorted(shape.sum("requests").items()), reverse=True)
-    for shape in ordered:
+    total: Amounts = {}
+    for node in rooms:
+        add_amounts(total, node.free)
+
+    def measure(shape: PodShape) -> Decimal:
+        """Return the largest share of what is free in all rooms, of any resource."""
+        shares = [Decimal(0)]
+        for key, amount in shape.sum("requests").items():
+            if total.get(key):
+                shares.append(amount / total[key])
+        return max(shares)
+
+    for shape in sorted(shapes, key=measure, reverse=True):
         for _ in range(shape.count):
             room = next((room for room in remaining if room.can_hold(shape)), None)
             if room is None:

@@ -94,9 +94,8 @@ def read_amounts(container: JsonMapping, kind: str) -> Amounts:
             amounts[resource] = parse_resource_quantity(quantity)
         else:
             # An expression chooses between texts: a retry may have the largest. It is that of
-            # ``memory_on_retry`` in `argo/pod_fields.py`; only quantities without a point are
-            # found.
-            choices = re.findall(r"'(\d\w*)'", str(quantity))
+            # ``memory_on_retry`` in `argo/pod_fields.py`.
+            choices = re.findall(r"'([\d.][\w.+-]*)'", str(quantity))
             if choices:
                 amounts[resource] = max(parse_resource_quantity(choice) for choice in choices)
     return amounts

@@ -1,6 +1,7 @@
 """Whether a run has room: in the ResourceQuotas and LimitRanges of its namespace, and on nodes."""
 
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from tests.unit.argo.backend import describe_backend
 from tests.unit.cluster.api import Cluster, connected, kubeconfig, serve_cluster
 from tuneloop.cli import run_cli
 from tuneloop.cluster.capacity import find_capacity_problems, find_capacity_warnings
-from tuneloop.cluster.pod_shapes import KINDS, list_pod_shapes
+from tuneloop.cluster.node_room import NodeRoom, pack_pods
+from tuneloop.cluster.pod_shapes import KINDS, PodShape, list_pod_shapes
 from tuneloop.config.loading import find_pipeline
+from tuneloop.workflow.quantities import parse_resource_quantity
 from tuneloop.workflow.settings import RUN_LABEL
 
+GPU = "nvidia.com/gpu"
 INSIDE = "/api/v1/namespaces/tuneloop"
 QUOTAS = f"{INSIDE}/resourcequotas"
 LIMITS = f"{INSIDE}/limitranges"
@@ -146,6 +150,33 @@ def test_what_the_settings_patch_into_pods_counts(server: Cluster) -> None:
     server.objects[QUOTAS] = [quota(limits__cpu="5")]
     (problem,) = find_problems(server, workflow)
     assert "allows limits.cpu 5, and the run asks for limits.cpu 6" in problem
+
+
+def test_pods_are_packed_by_what_is_scarce() -> None:
+    """The pod with the most CPUs, first, would take the node with the two GPUs."""
+
+    def shape(template: str, cpu: str, **more: str) -> PodShape:
+        container = {"name": "main", "resources": {"requests": {"cpu": cpu} | more}}
+        return PodShape(template, [container])
+
+    def room(name: str, cpu: int, gpus: int) -> NodeRoom:
+        free = {"cpu": Decimal(cpu), GPU: Decimal(gpus)}
+        return NodeRoom(name=name, labels={}, taints=[], free=free)
+
+    shapes = [shape("score", "4"), shape("train", "2", **{GPU: "2"})]
+    rooms = [room("first", 4, 2), room("second", 8, 1)]
+    assert pack_pods(shapes, rooms)
+    assert not pack_pods(shapes, rooms[:1])
+
+
+@pytest.mark.parametrize(
+    ("first", "retry"), [("2.5Gi", "4.5Gi"), ("1.5Gi", "4.5Gi"), ("1Gi", "5Gi")]
+)
+def test_the_memory_of_a_retry_counts_with_a_point_too(first: str, retry: str) -> None:
+    sets = [f"cluster.cpu.memory={first}", f"cluster.cpu.memory_on_retry={retry}"]
+    shapes = {shape.template: shape for shape in list_pod_shapes(build("sft", *sets))}
+    limits = shapes["data-prep"].sum("limits")
+    assert limits["memory"] == parse_resource_quantity(retry)
 
 
 def test_a_quota_that_the_run_exceeds_at_any_time(server: Cluster) -> None:
