@@ -37,11 +37,12 @@ def _describe_few_steps(run: Run) -> str:
         if not epochs or entry.stage not in ("sft", "preference"):
             continue
         if isinstance(steps, int) and 0 < steps < FEWEST_STEPS:
-            passes = format_count(round(epochs), "epoch")
+            # An epoch may be a part of one: as a whole number it would be none.
+            passes = "1 epoch" if epochs == 1 else f"{epochs:g} epochs"
             return (
                 f"{entry.stage} took {format_count(steps, 'optimizer step')} in {passes}: if the "
                 f"loss still falls, train longer in another run, --set "
-                f"{entry.stage}.epochs={round(3 * epochs)}."
+                f"{entry.stage}.epochs={3 * epochs:g}."
             )
     return ""
 

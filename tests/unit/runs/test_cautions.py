@@ -74,6 +74,23 @@ def test_few_steps_name_the_setting_that_trains_longer(
         assert caution.startswith("sft took 1 optimizer step in 3 epochs: ")
 
 
+@pytest.mark.parametrize(
+    ("epochs", "passes", "longer"),
+    [(0.1, "0.1 epochs", "0.3"), (0.5, "0.5 epochs", "1.5"), (1.0, "1 epoch", "3")],
+)
+def test_a_part_of_an_epoch_is_named_as_one(
+    tmp_path: Path, epochs: float, passes: str, longer: str
+) -> None:
+    draft = Draft(f"{tmp_path}/r/sft")
+    facts = {"version": 1, "step": 2}
+    draft.commit(
+        stage="sft", role="trainer", kind="checkpoint", params={"epochs": epochs}, facts=facts
+    )
+    caution = describe_caution(Run.open("r", str(tmp_path)))
+    assert caution.startswith(f"sft took 2 optimizer steps in {passes}: ")
+    assert caution.endswith(f"--set sft.epochs={longer}.")
+
+
 def test_without_held_out_rows_there_is_no_caution(tmp_path: Path) -> None:
     Draft(f"{tmp_path}/r/base-model").commit(
         stage="base_model", role="trainer", facts={"version": 0}
