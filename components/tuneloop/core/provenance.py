@@ -72,7 +72,8 @@ def collect_provenance(start: float, world_size: int) -> JsonObject:
         "workflow": {
             name.removeprefix("TUNELOOP_").lower(): value
             for name, value in os.environ.items()
-            if name.startswith(NODE_PREFIX)
+            # A job that Argo has not started carries Argo's tags as they are written.
+            if name.startswith(NODE_PREFIX) and "{{" not in value
         },
     }
     if processor.LIMITED:

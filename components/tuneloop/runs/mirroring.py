@@ -83,30 +83,36 @@ class Mirror:
     def update(self) -> None:
         """Mirror what the run, as it was last read, has committed since."""
         entries = [entry for entry in self.run.entries if entry.key not in self._mirrored]
+        # What the store raises is not the tracker's fault.
+        rows = collect_rows(self.run, entries, self._point_counts)
+        artifacts = self._find_artifacts(entries)
         with self._blame_tracker():
-            self.tracker.log_rows(collect_rows(self.run, entries, self._point_counts))
-            for reference, manifest in self._find_artifacts(entries):
+            self.tracker.log_rows(rows)
+            for reference, manifest in artifacts.items():
                 self.tracker.log_artifact(reference, manifest)
         # After a failure all of them are mirrored again.
         self._mirrored |= {entry.key for entry in entries}
+        self._mirrored |= artifacts.keys()
 
     def _find_artifacts(
         self,
         entries: Sequence[Entry],
-    ) -> Iterator[tuple[str, Manifest]]:
-        """Yield the models and prompts among some artifacts, and the prompts that these have from
-        elsewhere, once.
+    ) -> dict[str, Manifest]:
+        """Find the models and prompts among some artifacts, and the prompts that these have from
+        elsewhere, which were not mirrored: reference → manifest.
         """
+        artifacts: dict[str, Manifest] = {}
         for entry in entries:
             if entry.manifest.kind in ("prompts", "model"):
-                yield self.run.reference(entry), entry.manifest
+                artifacts[self.run.reference(entry)] = entry.manifest
             reference = entry.manifest.inputs.get("prompts")
-            if not reference or reference in self._mirrored or self.run.find_entry(reference):
+            known = artifacts.keys() | self._mirrored
+            if not reference or reference in known or self.run.find_entry(reference):
                 continue
-            self._mirrored.add(reference)
             manifest = find_manifest(split_ref(reference)[0])
             if manifest:
-                yield reference, manifest
+                artifacts[reference] = manifest
+        return artifacts
 
     def close(
         self,
@@ -143,15 +149,13 @@ class Mirror:
     @contextmanager
     def _blame_tracker(self) -> Iterator[None]:
         """Raise UserError for what a tracker's library raises, and for a place that it cannot
-        write to.
-
-        The library is known by the tracker's name, which is that of its package: of a tracker with
-        another name, such as a dotted path, an error of its library is taken for a bug of ours.
+        write to. Python's own errors, such as KeyError, are bugs of the tracker's module.
         """
         try:
             yield
         except Exception as error:
-            is_library = type(error).__module__.startswith((self.name, "sqlite3"))
+            package = type(error).__module__.partition(".")[0]
+            is_library = package not in ("builtins", "tuneloop")
             # A full disk is reported as such, whoever writes.
             is_place = isinstance(error, OSError) and not find_disk_error(error)
             if not is_library and not is_place:
