@@ -138,6 +138,15 @@ def plan_resources(role: ResourceRole, cluster: Cluster) -> PodResources:
     )
 
 
+def choose_memory_limit(resources: PodResources, cluster: Cluster) -> str | None:
+    """Return the memory limit of a pod; None where it has none."""
+    # A guess must not kill a pod, unless a quota asks for limits.
+    if resources.memory_limit or not cluster.limits:
+        return resources.memory_limit
+    # An extension may request less than the pod uses.
+    return max(resources.memory_request, UNKNOWN, key=parse_resource_quantity)
+
+
 def pod_fields(
     image: str, role: ResourceRole, cluster: Cluster, resources: PodResources | None = None
 ) -> JsonObject:
@@ -157,10 +166,7 @@ def pod_fields(
 
     image_name = cluster.images.format(image=image)
     resources = resources or plan_resources(role, cluster)
-    memory_limit = resources.memory_limit
-    if cluster.limits and memory_limit is None:
-        # An extension may request less than the pod uses.
-        memory_limit = max(resources.memory_request, UNKNOWN, key=parse_resource_quantity)
+    memory_limit = choose_memory_limit(resources, cluster)
     # Variables of the prefix TUNELOOP_NODE go into the manifests of artifacts
     # (`core/provenance.py`). KFP sets two of these by itself (`kfp/task_pod.py`,
     # `kfp/template.py`); one machine leaves the image out.

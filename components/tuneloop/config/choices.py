@@ -15,7 +15,7 @@ docs/defaults.md. `tests/unit/config/test_followed.py` tests the choices, not th
 
 from tuneloop.config.engines import ServingEngine
 from tuneloop.config.followed import Choice, Draft
-from tuneloop.config.model_facts import Model, ModelFacts, estimate_activation_bytes
+from tuneloop.config.model_facts import Model, ModelFacts, count_activation_bytes
 from tuneloop.config.sections import read_kind
 from tuneloop.core.wording import format_count
 from tuneloop.training.options import LOGITS
@@ -278,8 +278,7 @@ def estimate_sequence_bytes(
     sequences = 2 if find_stage(draft, section) in ("preference", "reward_model") else 1
     tokens = find_training_length(draft, section) * sequences
     dtype = str(draft.get(draft.find_holder(section, "dtype"), "dtype"))
-    size = estimate_activation_bytes(shape, tokens, is_checkpointed=is_checkpointed, dtype=dtype)
-    return size - min(tokens * shape.vocab, LOGITS) * 8
+    return tokens * count_activation_bytes(shape, is_checkpointed, dtype)
 
 
 def find_activation_budget(draft: Draft, section: str, shape: Model) -> float:

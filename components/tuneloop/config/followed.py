@@ -187,8 +187,7 @@ class Rule:
         setting: the field.
         demo: the defaults that the rule replaces; another one is of a pipeline's author, and
             stands. So a rule ends without a word where a stage's default is changed and not
-            added here: `tests/unit/config/test_followed.py` compares them for `evaluate`,
-            `policy_update`, `preference`, `rollout` and `sft`, and for no other stage or section.
+            added here: `tests/unit/config/test_followed.py` compares them.
         choose: returns the value for a section, or None to leave the default.
         summary: what it does, as `tuneloop schema` prints it above the setting.
         for_demo: whether it holds for the demo's models, too.

@@ -52,7 +52,7 @@ FOREIGN = {
     "val_size": ("data.sft_eval", "data.eval"),
 }
 """Name → the whole keys of the settings here that do the same. A message names those that the
-pipeline has: a key that is renamed has to be renamed here, too, as it is left out otherwise."""
+pipeline has."""
 OPTIONS = {
     "output_dir": "is an option: --store DIRECTORY, in which each run has a folder of its name",
     "report_to": "is no setting: TUNELOOP_TRACKERS names trackers (docs/tracking.md)",

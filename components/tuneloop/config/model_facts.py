@@ -27,7 +27,6 @@ from tuneloop.formats.adapter_files import STACKED, explain_base, read_adapter
 from tuneloop.formats.stored_models import is_reference
 from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
 from tuneloop.stages.export import count_parameters
-from tuneloop.training.options import LOGITS
 from tuneloop.weights.layout import read_header
 
 OLDER_NAMES = {
@@ -98,8 +97,6 @@ class ModelFacts:
         context: tokens of its longest sequence; None: not known.
         dtype: of its weights, as torch names it; None: not known.
         has_chat_template: None: not known.
-        stop_ids: token ids that its generation_config.json ends a completion with; nothing but a
-            test reads them.
         problem: why nothing is known of a model in a store.
         holds_in_pods: whether `problem` is the same for pods; else they may have other keys or
             files.
@@ -111,7 +108,6 @@ class ModelFacts:
     context: int | None = None
     dtype: str | None = None
     has_chat_template: bool | None = None
-    stop_ids: tuple[int, ...] = ()
     problem: UserError | None = None
     holds_in_pods: bool = False
 
@@ -179,10 +175,6 @@ def read_model_facts(
         return ModelFacts(name=name, directory=directory, shape=missing)
     document = read_json(directory / "config.json")
     config = document.get("text_config") or document
-    generation = read_json(directory / "generation_config.json")
-    # generate() reads the generation's configuration first, and so do servers.
-    stops = generation.get("eos_token_id", document.get("eos_token_id"))
-    listed = stops if isinstance(stops, list) else [stops]
     return ModelFacts(
         name=name,
         directory=directory,
@@ -190,7 +182,6 @@ def read_model_facts(
         context=read_context(config),
         dtype=read_dtype(document, config, directory),
         has_chat_template=find_chat_template(directory),
-        stop_ids=tuple(sorted(stop for stop in listed if isinstance(stop, int))),
     )
 
 
@@ -228,13 +219,14 @@ def find_model_directory(name: str, revision: str | None = None) -> Path | None:
 
 
 def find_hub_cache() -> Path:
-    """Return the directory where huggingface_hub keeps models, by HF_HUB_CACHE or HF_HOME. The
-    library itself, which is not imported here, reads XDG_CACHE_HOME, too."""
-    cache = os.environ.get("HF_HUB_CACHE")
-    if cache:
-        return Path(cache)
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    return Path(home) / "hub"
+    """Return the directory where huggingface_hub keeps models. The library has it in
+    ``huggingface_hub.constants``, whose import takes too long for a command."""
+    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", f"{caches}/huggingface")
+    # The second is the former name of the first.
+    old_name = os.environ.get("HUGGINGFACE_HUB_CACHE", f"{home}/hub")
+    cache = os.environ.get("HF_HUB_CACHE", old_name)
+    return Path(os.path.expandvars(cache)).expanduser()
 
 
 def read_json(path: Path) -> JsonObject:
@@ -383,12 +375,3 @@ def count_activation_bytes(model: Model, is_checkpointed: bool, dtype: str) -> i
     if is_checkpointed:
         return model.layers * 4 * model.hidden + layer
     return model.layers * layer
-
-
-def estimate_activation_bytes(
-    model: Model, tokens: float, *, is_checkpointed: bool, dtype: str
-) -> float:
-    """Estimate the bytes that training on a micro-batch of `tokens` keeps: activations and logits.
-    `config/choices.py: estimate_sequence_bytes`, the only caller, takes the logits off again."""
-    activations = tokens * count_activation_bytes(model, is_checkpointed, dtype)
-    return activations + min(tokens * model.vocab, LOGITS) * 8

@@ -13,7 +13,14 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
-from tuneloop.argo.pod_fields import CLAIM, PLAIN, SECRET, SHM, plan_resources
+from tuneloop.argo.pod_fields import (
+    CLAIM,
+    PLAIN,
+    SECRET,
+    SHM,
+    choose_memory_limit,
+    plan_resources,
+)
 from tuneloop.config.pipeline import Kfp
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.workflow.plan import PodResources
@@ -98,8 +105,7 @@ def _request_resources(
     if cpu_limit:
         task.set_cpu_limit(cpu_limit)
     task.set_memory_request(pod.memory_request)
-    # A guess must not kill a pod, unless a quota asks for limits.
-    memory_limit = pod.memory_limit or (pod.memory_request if cluster.limits else "")
+    memory_limit = choose_memory_limit(pod, cluster)
     if memory_limit:
         task.set_memory_limit(memory_limit)
     if pod.accelerators:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tuneloop.config.commented_yaml import FIRST, FIRST_COUNT, format_settings
+from tuneloop.config.foreign_names import FOREIGN
 from tuneloop.config.listing import Section, Setting, describe_settings
 from tuneloop.config.loading import Pipeline, find_pipeline
 from tuneloop.core.json_types import JsonObject
@@ -122,6 +123,9 @@ def test_a_ranked_setting_is_one_of_some_pipeline() -> None:
         described = describe_settings(find_pipeline(name).Config)
         keys |= {setting.key for setting in described.list_settings()}
     assert set(FIRST) <= keys
+    # So is each that a name of another tool stands for.
+    targets = {key for equivalents in FOREIGN.values() for key in equivalents}
+    assert targets <= keys
 
 
 def read_comment(text: str, key: str) -> str:

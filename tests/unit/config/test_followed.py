@@ -2,20 +2,33 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.planning.test_plan import PUBLISHED
-from tuneloop.config.followed import keep_followed
+from tuneloop.config.followed import PLAIN_SECTIONS, Draft, keep_followed
 from tuneloop.config.loading import find_pipeline
 from tuneloop.config.machine import Machine
-from tuneloop.config.model_facts import Model, read_model_facts
+from tuneloop.config.model_facts import Model, find_hub_cache, read_model_facts
 from tuneloop.config.rules import RULES, choose_machine
-from tuneloop.stages import evaluate, policy_update, preference, rollout, sft
+from tuneloop.stages import (
+    data_prep,
+    evaluate,
+    policy_update,
+    preference,
+    reference_logprobs,
+    reward_model,
+    rollout,
+    sft,
+)
 
 GB = 10**9
+SECTIONS = {"policy_update": "update", "data_prep": "data"}
+"""Stage → its section, where that has another name."""
 ONE_GPU = Machine(False, trainer_gpus=1, sampler_gpus=1, gpu_memory=80 * GB, memory=200 * GB)
 TWO_GPUS = Machine(False, trainer_gpus=2, sampler_gpus=2, gpu_memory=80 * GB, memory=200 * GB)
 CPU = Machine(is_cluster=False, memory=24 * GB)
@@ -46,7 +59,7 @@ def test_facts_of_a_pretrained_model(smollm2: Path) -> None:
     facts = read_model_facts(str(smollm2))
     assert isinstance(facts.shape, Model) and facts.shape.parameters == 134_515_008
     assert (facts.context, facts.dtype, facts.has_chat_template) == (8192, "bfloat16", True)
-    assert facts.stop_ids == (2,) and not facts.is_demo
+    assert not facts.is_demo
 
 
 def test_a_hub_name_is_looked_up_in_the_cache(
@@ -253,9 +266,12 @@ def test_rules_replace_defaults_that_exist() -> None:
     components = {
         part.name: part
         for part in (
+            data_prep.data_prep,
             evaluate.evaluate,
             policy_update.policy_update,
             preference.preference,
+            reference_logprobs.reference_logprobs,
+            reward_model.reward_model,
             rollout.rollout,
             sft.sft,
         )
@@ -266,6 +282,50 @@ def test_rules_replace_defaults_that_exist() -> None:
             if rule.setting not in fields or rule.setting == "max_tokens":
                 continue
             assert fields[rule.setting].default in rule.demo, (name, rule.setting)
+    draft = Draft(
+        config=find_pipeline("grpo").Config,
+        values={"engine": {"kind": "vllm"}},
+        facts=read_model_facts("tiny-qwen3"),
+        machine=CPU,
+    )
+    for rule in RULES:
+        for section in {"trainer", *PLAIN_SECTIONS} & set(rule.stages):
+            assert draft.has_field(section, rule.setting), (section, rule.setting)
+            default = draft.read_default(section, rule.setting)
+            assert default in rule.demo, (section, rule.setting)
     for pipeline in ("sft", "grpo", "dpo"):
         config: Any = find_pipeline(pipeline).Config()
         assert config.evaluate.max_tokens == 8
+
+
+def test_every_rule_has_a_row_in_the_documentation() -> None:
+    text = Path(__file__).parents[3].joinpath("docs/defaults.md").read_text()
+    settings = " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))
+    for rule in RULES:
+        assert rule.setting in settings
+        # A row of a setting that is the trainer's, too, names only that section.
+        if "trainer" not in rule.stages:
+            sections = {SECTIONS.get(stage, stage) for stage in rule.stages}
+            assert all(section in settings for section in sections), rule.setting
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"XDG_CACHE_HOME": "/x/caches"},
+        {"XDG_CACHE_HOME": "/x/caches", "HF_HOME": "~/hf"},
+        {"HUGGINGFACE_HUB_CACHE": "/x/old", "HF_HOME": "/x/hf"},
+        {"HF_HUB_CACHE": "$HOME/hub", "HF_HOME": "/x/hf"},
+    ],
+)
+def test_the_cache_is_where_the_library_has_it(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "HUGGINGFACE_HUB_CACHE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    program = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"
+    expected = subprocess.check_output([sys.executable, "-c", program], text=True).strip()
+    assert str(find_hub_cache()) == expected
