@@ -229,8 +229,8 @@ def plan_pod(stages: Iterable[StagePlan], cluster: Cluster) -> PodPlan:
 def plan_server(server: ServingEngine, config: LoopPipelineConfig) -> ServerPlan:
     """Plan the rollout servers of a loop; `server` are the engine's settings of them.
 
-    A field of `ServerPlan` that is set here reaches servers by `argo/template.py: server_template`,
-    and on KFP by `kfp/task_plan.py: _describe_server`, which states the server once more.
+    A field of `ServerPlan` that is set here reaches servers by `ServerPlan.flags`, or else by
+    `argo/template.py: server_template` and on KFP by `kfp/task_plan.py: _describe_server`.
     """
     cluster = config.cluster
     role: ResourceRole = "sampler"

@@ -21,7 +21,7 @@ from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
-from tuneloop.workflow.plan import PLAN, VLLM, RunPlan, ServerPlan, StagePlan
+from tuneloop.workflow.plan import PLAN, RunPlan, ServerPlan, StagePlan
 from tuneloop.workflow.pod_hook import list_pod_hooks
 from tuneloop.workflow.pod_settings import PodSettings
 from tuneloop.workflow.settings import DELETE_DELAY, Cluster
@@ -223,9 +223,9 @@ def server_template(server: ServerPlan, cluster: Cluster) -> Container:
     boots from this checkpoint and loads what it is told to. One of several has an input
     ``replica``, its number.
 
-    `inference/server.py` parses the flags, and `kfp/rollout_server.py` writes the same ones for
-    KFP. `cluster/serving.py` makes Deployments of this template: it reads the arguments in pairs,
-    so each flag needs a value, and it drops those with a tag of Argo.
+    `inference/server.py` parses the flags. `cluster/serving.py` makes Deployments of this template:
+    it reads the arguments in pairs, so each flag needs a value, and it drops those with a tag of
+    Argo.
     """
     has_replicas = server.replicas > 1
     inputs: list[str] = []
@@ -240,10 +240,7 @@ def server_template(server: ServerPlan, cluster: Cluster) -> Container:
     if has_replicas:
         attempts += f"-{input_tag('replica')}"
     args += ["--host", "$(POD_IP)"]
-    args += ["--port", str(server.port)]
-    if server.kind != VLLM:
-        args += ["--engine", server.kind]
-    args += ["--engine-args", encode_value(server.engine_args)]
+    args += server.flags
     args += ["--attempts", attempts]
     # `tuneloop run` reads the field as 127.0.0.1.
     field = models.ObjectFieldSelector(field_path="status.podIP")

@@ -1,12 +1,10 @@
 """The rollout server beside the iterations of a loop, in one task: KFP has no daemons.
 
-On Argo and on one machine the server is a template of its own, `argo/template.py: server_template`:
-a flag that servers get there has to be added to `run_server`, too. Its tests are in
-`tests/unit/kfp/test_iterations.py`.
+On Argo and on one machine the server is a template of its own, `argo/template.py: server_template`.
+Tests: `tests/unit/kfp/test_iterations.py`.
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -39,9 +37,9 @@ def run_server(
     """Run the rollout server for the block, and yield its endpoint.
 
     Args:
-        server: as `task_plan.py: _describe_server` describes it: ``port``, ``engine_args``,
-            ``pull`` (the server follows published versions), ``engine`` where that is not vLLM
-            and, if it has its own GPUs, ``devices``.
+        server: as `task_plan.py: _describe_server` describes it: ``flags`` (`ServerPlan.flags`),
+            ``port``, ``pull`` (the server follows published versions) and, if it has its own GPUs,
+            ``devices``.
         run: the URL of the run.
         values: have the reference of the ``policy``, and the URL of the published ``weights``.
         pod: the iterations that the server works for; they know whether the task was told to stop.
@@ -51,16 +49,12 @@ def run_server(
         Unavailable: it was not ready within `BOOT_S`.
         Interrupted: `pod` was stopped before it was ready.
     """
-    port = str(server["port"])
     source = "weights" if server["pull"] else "policy"
     command = [sys.executable, "-m", "tuneloop.inference.server"]
     command += [f"--{source}", values[source]]
-    command += ["--host", "127.0.0.1", "--port", port]
-    if "engine" in server:
-        command += ["--engine", server["engine"]]
-    command += ["--engine-args", json.dumps(server["engine_args"])]
+    command += ["--host", "127.0.0.1", *server["flags"]]
     command += ["--attempts", f"{run}/serve"]
-    endpoint = f"http://127.0.0.1:{port}"
+    endpoint = f"http://127.0.0.1:{server['port']}"
     directory = tempfile.TemporaryDirectory(prefix="tuneloop-", ignore_cleanup_errors=True)
     token = Path(directory.name) / "server-token"
     create_token_file(token)

@@ -153,7 +153,7 @@ def plan_tasks(
         inner = _plan_inner_stages(loop, specs, config)
         if config.engine.server:
             server = plan_server(config.engine.server, config)
-        iterations = _plan_iterations(loop, specs, config, inner)
+        iterations = _plan_iterations(loop, specs, config, inner, server)
     plan = TaskPlan(
         pipeline=name,
         stages=stages,
@@ -226,16 +226,16 @@ def _plan_iterations(
     specs: Sequence[StageSpec],
     config: LoopPipelineConfig,
     inner: dict[str, StagePlan],
+    server: ServerPlan | None,
 ) -> IterationsPlan:
     """Plan the task that runs the iterations, whose memory `_estimate_memory` estimates later.
 
     Each option is a flag of the same name in `iterations.py: _parse_options`.
     """
-    engine = config.engine
     loop_plan = plan_loop(loop, specs, config, config.published(RUN))
     roles: list[ResourceRole] = [stage.resource_role for stage in inner.values()]
     # One pod for all of them, and for the server: it has what any of them asks for.
-    role, cluster = config.cluster.merge_roles(roles, engine.server is not None)
+    role, cluster = config.cluster.merge_roles(roles, server is not None)
     pod = PodPlan(
         template=POD,
         image=cluster.images.format(image="rollout"),
@@ -248,36 +248,35 @@ def _plan_iterations(
         "iterations": config.loop.iterations,
         "per_task": config.loop.per_workflow,
         "api": config.kfp.api,
-        "endpoint": engine.endpoint_url,
+        "endpoint": config.engine.endpoint_url,
         "published": config.published(RUN) or None,
-        "server": _describe_server(config, pod.resources.accelerators) if engine.server else None,
+        "server": None,
     }
+    if server:
+        gpus = pod.resources.accelerators
+        options["server"] = _describe_server(server, gpus, config.cluster.sampler.gpus)
     return IterationsPlan(pod, options)
 
 
-def _describe_server(config: LoopPipelineConfig, gpus: int) -> JsonObject:
+def _describe_server(server: ServerPlan, gpus: int, server_gpus: int) -> JsonObject:
     """Describe the rollout server, as `rollout_server.py: run_server` takes it.
 
     It is compiled into pipelines: older ones lack a key that is added.
 
     Args:
-        config: settings of the pipeline.
+        server: its plan.
         gpus: of the pod of the iterations, the server's included.
+        server_gpus: those of the server.
     """
-    engine = config.engine
-    assert engine.server, "the caller has checked it"
-    server: JsonObject = {
-        "port": engine.server.port,
-        "engine_args": engine.options,
-        "pull": engine.publication is not None,
+    description: JsonObject = {
+        "flags": server.flags,
+        "port": server.port,
+        "pull": server.weights is not None,
     }
-    if engine.kind != VLLM:
-        server["engine"] = engine.kind
-    server_gpus = config.cluster.sampler.gpus
     if server_gpus:
         # The server gets the last GPUs of the pod; the trainer's ranks use the first.
-        server["devices"] = ",".join(map(str, range(gpus - server_gpus, gpus)))
-    return server
+        description["devices"] = ",".join(map(str, range(gpus - server_gpus, gpus)))
+    return description
 
 
 def _estimate_memory(

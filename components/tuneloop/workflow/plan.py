@@ -22,7 +22,7 @@ from tuneloop.core.artifacts import Role
 from tuneloop.core.component import Component, build_command, find_component
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.core.program import encode_flags, to_kebab_case
+from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
 from tuneloop.workflow.manifest import effective_spec
 from tuneloop.workflow.pod_loop import PerPod, PodLoop, StageCall
 from tuneloop.workflow.settings import ResourceRole
@@ -171,6 +171,15 @@ class ServerPlan(PodPlan):
     replicas: int = 1
     weights: str | None = None
     asleep: dict[str, str] = {}
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of `inference/server.py` that do not depend on where the server runs."""
+        flags = ["--port", str(self.port)]
+        if self.kind != VLLM:
+            flags += ["--engine", self.kind]
+        flags += ["--engine-args", encode_value(self.engine_args)]
+        return flags
 
 
 class StepPlan(BaseModel, frozen=True, extra="forbid"):

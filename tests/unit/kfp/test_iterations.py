@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.planned import plan_server
 from tests.waiting import free_port
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Interrupted
 from tuneloop.core.server_token import VARIABLE
@@ -36,7 +37,8 @@ def test_stages_get_urls_below_the_run() -> None:
 def test_the_mistake_of_a_server_ends_the_task_with_its_exit_code(
     tmp_path: Path, pod: Iterations
 ) -> None:
-    server = {"port": free_port(), "engine_args": {}, "pull": False}
+    plan = plan_server("serve").model_copy(update={"port": free_port()})
+    server = {"port": plan.port, "flags": plan.flags, "pull": False}
     with (
         pytest.raises(StageEnded) as ended,
         run_server(server, str(tmp_path), {"policy": f"{tmp_path}/nowhere"}, pod),
