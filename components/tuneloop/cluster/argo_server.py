@@ -11,16 +11,14 @@ alone: `tests/cluster/test_server.py`.
 """
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.kube.connection import NAMESPACE, Unreachable, retry_until_available
+from tuneloop.kube.connection import NAMESPACE, Unreachable
 from tuneloop.workflow.settings import RUN_LABEL
 
 
@@ -84,12 +82,7 @@ class Server:
 
     def wait(self, run: str) -> int:
         """Wait for the newest workflow of a run; see `tuneloop.cluster.submit.wait_for_run`."""
-        while True:
-            # Looked up each time: a long run continues in another workflow.
-            newest = retry_until_available(lambda: self.workflows(run))[-1]
-            if run_workflows.get_workflow_phase(newest) in run_workflows.DONE:
-                return argo.exit_code(newest)
-            time.sleep(2.0)
+        return argo.wait_for_newest(lambda: self.workflows(run))
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ raised.
 import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 from tuneloop.cluster import run_workflows
@@ -368,8 +368,18 @@ def wait_for_run(cluster: Connection, run: str) -> int:
     """Wait until the newest workflow of a run ends, also while the API server is away; return its
     `exit_code`.
     """
+    return wait_for_newest(lambda: find_workflows(cluster, run))
+
+
+def wait_for_newest(list_run: Callable[[], Sequence[JsonMapping]]) -> int:
+    """Wait until the newest workflow of a run ends, and return its `exit_code`.
+
+    Args:
+        list_run: returns the workflows of the run, oldest first.
+    """
     while True:
-        newest = retry_until_available(lambda: find_workflows(cluster, run))[-1]
+        # Listed each time: a long run continues in another workflow.
+        newest = retry_until_available(list_run)[-1]
         if get_workflow_phase(newest) in DONE:
             return exit_code(newest)
         time.sleep(2.0)

@@ -20,7 +20,7 @@ from tuneloop.core.errors import Retryable
 from tuneloop.core.json_types import JsonObject
 from tuneloop.kube.connection import Connection, Unreachable
 from tuneloop.local.journal import Node
-from tuneloop.runs.stages import find_job_stage
+from tuneloop.runs.stages import find_job_stage, parse_stage_name
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
 
 NODE_NAME = "workflows.argoproj.io/node-name"
@@ -95,8 +95,7 @@ class WaitReports:
         lines: list[tuple[str, str]] = []
         for node_name, reason in reasons.items():
             if self.reported.get(node_name) != reason:
-                stage = node_name.rsplit(".", 1)[-1].split("(")[0]
-                lines.append((stage, f"(waits: {reason})"))
+                lines.append((parse_stage_name(node_name), f"(waits: {reason})"))
         self.reported |= reasons
         return lines
 

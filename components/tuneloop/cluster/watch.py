@@ -24,7 +24,7 @@ from tuneloop.kube.connection import (
     retry_until_available,
 )
 from tuneloop.local.journal import Node
-from tuneloop.runs.stages import get_stage_name
+from tuneloop.runs.stages import get_stage_name, parse_stage_name
 from tuneloop.sharing.claim_request import TAKE
 from tuneloop.workflow.manifest import effective_spec, list_calls, read_parameters
 from tuneloop.workflow.plan import find_plan
@@ -346,7 +346,7 @@ def get_pod_stage(pod: Any) -> str:
     Kubernetes what `runs.stages.get_stage_name` is for a node.
     """
     name = (pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name)
-    return str(name).rsplit(".", 1)[-1].split("(")[0]
+    return parse_stage_name(str(name))
 
 
 def _list_mains(pod: Any) -> Sequence[Any]:

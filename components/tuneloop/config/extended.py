@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, create_model
 
-from tuneloop.config.sections import find_section
+from tuneloop.config.sections import find_section, get_summary
 from tuneloop.core.errors import UserError
 from tuneloop.core.hooks import list_extensions
 from tuneloop.core.json_types import JsonObject
@@ -86,8 +86,7 @@ def extend_class(
                 remedy = f"an extension adds a section of this key, which {section.__name__} has"
                 raise UserError(f"{prefix}{name}", None, f"{remedy}: uninstall the extension")
             below = added[f"{prefix}{name}"]
-            summary = " ".join((below.__doc__ or "").split()).partition(". ")[0].rstrip(".")
-            fields[name] = (below | None, Field(None, description=summary))
+            fields[name] = (below | None, Field(None, description=get_summary(below)))
             continue
         current = find_section(info) if info else None
         # A third party's pipeline may have no settings of a cluster.

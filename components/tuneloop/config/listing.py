@@ -28,6 +28,7 @@ from tuneloop.config.sections import (
     KIND,
     PLUGIN,
     find_section,
+    get_summary,
     is_optional,
     list_variants,
     read_kind,
@@ -181,13 +182,6 @@ def describe_class(section: type[BaseModel], key: str, text: str = "") -> Sectio
                 described = replace(described, optional_default="null" if is_null else "{}")
             items.append(described)
     return Section(key, text or get_summary(section), tuple(items))
-
-
-def get_summary(section: type[BaseModel]) -> str:
-    """Return the first sentence of a class's docstring; `config/extended.py: extend_class` makes
-    the text of an extension's section in the same way."""
-    text = " ".join((section.__doc__ or "").split())
-    return text.partition(". ")[0].rstrip(".")
 
 
 def find_description(section: type[BaseModel], name: str) -> str:

@@ -102,6 +102,12 @@ def list_variants(info: FieldInfo) -> dict[str, type[BaseModel]]:
     return variants
 
 
+def get_summary(section: type[BaseModel]) -> str:
+    """Return the first sentence of a class's docstring."""
+    text = " ".join((section.__doc__ or "").split())
+    return text.partition(". ")[0].rstrip(".")
+
+
 def find_section(info: FieldInfo) -> type[BaseModel] | None:
     """Return the class of a field that is a section of one class, perhaps one that may be left out
     (``X | None``); else None."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tuneloop.core.errors import Retryable, Unavailable, UserError
+from tuneloop.core.http import is_transient
 from tuneloop.core.json_types import JsonMapping, JsonObject
 
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
@@ -67,7 +68,7 @@ def translate_api_errors(host: str, context: str) -> Iterator[None]:
         yield
     except ApiException as error:
         message = read_api_message(error)
-        if error.status in (429, 500, 502, 503, 504):
+        if is_transient(error.status or 0):
             raise Unavailable(f"cluster: {host}: {message}") from error
         raise ApiRefusal(context, error.status, message) from error
     except HTTPError as error:

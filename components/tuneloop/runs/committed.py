@@ -248,6 +248,11 @@ class CommittedArtifacts:
         ref = entry.manifest.inputs.get("policy")
         return self.find_entry(ref) if ref else None
 
+    def list_evaluations(self, checkpoint: Entry) -> list[Entry]:
+        """List the evaluations of a checkpoint, oldest first."""
+        evaluations = self.with_role("evaluator")
+        return [entry for entry in evaluations if self.find_policy(entry) == checkpoint]
+
     def find_version(self, entry: Entry) -> int | None:
         """Return the policy version that an artifact was made with: its checkpoint's, or as its
         facts say.

@@ -146,21 +146,29 @@ def find_candidate(run: Run) -> Candidate:
     checkpoint = run.find_policy(exports[-1]) if exports else None
     if checkpoint is None:
         raise UserError("run", run.name, "exports no version of its policy")
-    evaluations: list[Entry] = []
-    first: Entry | None = None
-    for evaluation in run.with_role("evaluator"):
-        policy = run.find_policy(evaluation)
-        if policy is None or METRIC not in evaluation.manifest.scalars:
-            continue
-        if policy.key == checkpoint.key:
-            evaluations.append(evaluation)
-        elif first is None and "policy" not in policy.manifest.inputs:
-            # What a stage made of another policy is not what the run began with.
-            first = evaluation
+    evaluations = [
+        evaluation
+        for evaluation in run.list_evaluations(checkpoint)
+        if METRIC in evaluation.manifest.scalars
+    ]
     if not evaluations:
         remedy = f"was not evaluated: there is no {METRIC} of held-out prompts"
         raise UserError("version", checkpoint.version, remedy)
-    return Candidate(checkpoint, evaluations[-1], first)
+    return Candidate(checkpoint, evaluations[-1], _find_former(run, checkpoint))
+
+
+def _find_former(run: Run, checkpoint: Entry) -> Entry | None:
+    """Find the first evaluation of the policy that a run began with; None without one, and where
+    that policy is the `checkpoint` itself.
+    """
+    for evaluation in run.with_role("evaluator"):
+        policy = run.find_policy(evaluation)
+        if policy is None or policy == checkpoint or METRIC not in evaluation.manifest.scalars:
+            continue
+        # What a stage made of another policy is not what the run began with.
+        if "policy" not in policy.manifest.inputs:
+            return evaluation
+    return None
 
 
 def find_requirements(

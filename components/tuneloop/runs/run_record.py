@@ -375,6 +375,14 @@ class Run(CommittedArtifacts):
             subject = self.find_policy(entry) or entry
         return float(subject.iteration or 0)
 
+    def iteration_ends(self) -> dict[int, float]:
+        """Return iteration → when its trainer committed, Unix seconds."""
+        ends: dict[int, float] = {}
+        for entry in self.with_role("trainer"):
+            if entry.iteration:
+                ends[entry.iteration] = entry.finished
+        return ends
+
     def phase_seconds(self) -> dict[str, list[tuple[float, float]]]:
         """Return stage → (iteration, seconds it worked); iteration 0 is everything outside the
         loop.

@@ -90,6 +90,13 @@ class StageStatus:
         )
 
 
+def parse_stage_name(node_name: str) -> str:
+    """Return the name of a stage in the graph by the whole name of its node, such as
+    ``demo.loop.sft(0)``.
+    """
+    return node_name.rpartition(".")[2].partition("(")[0]
+
+
 def get_stage_name(node: Node) -> str:
     """Return the name of a node's stage in the graph, without the number of the attempt."""
     return ATTEMPT.sub("", node.display_name)

@@ -242,10 +242,7 @@ def estimate_loop_end(
     Returns:
         None before two iterations have ended, and where none follows.
     """
-    ends: dict[int, float] = {}
-    for entry in run.with_role("trainer"):
-        if entry.iteration:
-            ends[entry.iteration] = entry.finished
+    ends = run.iteration_ends()
     # Early iterations may have been slower, as completions get longer or shorter.
     newest = sorted(ends)[-RECENT - 1 :]
     if len(newest) < 2 or not iterations:

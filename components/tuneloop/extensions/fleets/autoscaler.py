@@ -92,10 +92,7 @@ def count_requests(url: str) -> float:
 def read_iteration(run: Run) -> Iteration | None:
     """Read the newest iteration of `run`; None before there are two."""
     run.refresh()
-    ends: dict[int, float] = {}
-    for entry in run.with_role("trainer"):
-        if entry.iteration:
-            ends[entry.iteration] = entry.finished
+    ends = run.iteration_ends()
     newest = max(ends, default=0)
     # An iteration begins when the one before has ended.
     began = ends.get(newest - 1)

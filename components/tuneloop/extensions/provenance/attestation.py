@@ -79,7 +79,7 @@ def attest_version(
     """
     version = entry.version
     directory = (output or Path(f"{run.name}-v{version}")).absolute()
-    evaluations = _list_evaluations(run, entry)
+    evaluations = run.list_evaluations(entry)
     chain = prove_chain(run, version, entry, evaluations)
     # Files that are there already are only checked: a checkpoint may be large.
     if not directory.exists():
@@ -168,7 +168,7 @@ def _write_push(
     adapter: bool,
 ) -> None:
     """Write what is uploaded to `repo` into a new directory, once the audit has passed."""
-    audited = _list_evaluations(run, entry)
+    audited = run.list_evaluations(entry)
     if adapter:
         # An adapter is computed from the trainer's state.
         state = find_state_entry(run, entry)
@@ -181,11 +181,6 @@ def _write_push(
         fetch_artifact(f"{run.reference(entry)}#model", directory)
         head = CARD_HEAD.format(title=repo)
     (directory / CARD).write_text(_write_card(run, entry, chain, head, ""))
-
-
-def _list_evaluations(run: Run, checkpoint: Entry) -> list[Entry]:
-    """List the evaluations of a checkpoint, oldest first."""
-    return [entry for entry in run.with_role("evaluator") if run.find_policy(entry) == checkpoint]
 
 
 def _describe_build(

@@ -49,11 +49,7 @@ def promote_version(
 
 def _find_evaluation(run: Run, version: int, entry: Entry, minima: Mapping[str, float]) -> Entry:
     """Find the newest evaluation of a checkpoint, of those with all metrics if there are any."""
-    evaluations: list[Entry] = []
-    for evaluation in run.with_role("evaluator"):
-        policy = run.find_policy(evaluation)
-        if policy and policy.key == entry.key:
-            evaluations.append(evaluation)
+    evaluations = run.list_evaluations(entry)
     if not evaluations:
         remedy = f"was not evaluated by {run.name} (loop.evaluate_every does)"
         raise UserError("VERSION", version, remedy)
