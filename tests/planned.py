@@ -8,6 +8,8 @@ from tuneloop.core.component import find_component
 from tuneloop.workflow.plan import PLAN, LoopPlan, PodResources, RunPlan, ServerPlan, StagePlan
 
 IMAGE = "tuneloop/x:1"
+OF_EXTENSIONS = {"evaluate_lm_eval": "tuneloop.extensions.evaluation.evaluate_lm_eval"}
+"""Stage → its module, where that is an extension's."""
 
 
 def planned(
@@ -20,7 +22,7 @@ def planned(
     **parameters: Any,
 ) -> StagePlan:
     """Plan a stage of tuneloop's with these parameters alone; what they leave out is not in its plan."""
-    module = f"tuneloop.stages.{stage}"
+    module = OF_EXTENSIONS.get(stage, f"tuneloop.stages.{stage}")
     component = find_component(module)
     role: Role | None = component.role if component else None
     return StagePlan(
