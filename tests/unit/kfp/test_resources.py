@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from tests.compiling import compiled
-from tuneloop.argo import trainjob
 from tuneloop.argo.run_plan import plan_stage
 from tuneloop.argo.template import stage_template
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
+from tuneloop.extensions.trainers import trainjob
 from tuneloop.stages.model_reward import model_reward
 from tuneloop.stages.rollout import rollout
 from tuneloop.training.backends.native import Native

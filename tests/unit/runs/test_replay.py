@@ -71,7 +71,10 @@ def test_what_several_processes_made_is_refused(
     assert "was made by 2 processes, and another number gives other bits" in capsys.readouterr().err
     Draft(f"{tmp_path}/mine/judge").commit(stage="judge")
     assert run_cli(["replay", "mine", "0", "--store", str(tmp_path)]) == 2
-    assert "stage: 'judge': is neither a stage of tuneloop nor of an extension" in capsys.readouterr().err
+    assert (
+        "stage: 'judge': is neither a stage of tuneloop nor of an extension"
+        in capsys.readouterr().err
+    )
 
 
 def commit(url: str, weight: float, loss: float) -> None:
