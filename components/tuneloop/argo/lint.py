@@ -6,7 +6,8 @@ lacks. Problems of pods are looked for in templates with a container or a script
 resource template, sidecars and init containers are not examined. Extensions add rules
 (`PodHook.find_errors`).
 
-`tuneloop lint` prints all problems, and `run` refuses the first (`cli/checks.py`). A rule is a
+`tuneloop lint` prints all problems, and `run` refuses the first (`cli/checks.py`); `submit` does
+not lint. A rule is a
 function here and a line of `RULES` in `tests/unit/argo/test_lint.py`; every shipped pipeline has to
 pass it.
 """

@@ -255,7 +255,8 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     """Stop a run: its stages commit their resume points, and all that it holds is released.
 
     These are its jobs, pods, graphs, reservations and leases. A stopped workflow runs no exit
-    handler, so whatever else a run comes to hold has to be released here, too.
+    handler (`cluster/graph_end.py`, `cluster/reservations.py`), so whatever else a run comes to hold
+    has to be released here, too.
 
     Args:
         cluster: where the run is.

@@ -73,7 +73,10 @@ def write_curves(task: Task, name: str, url: str, manifest: Manifest) -> None:
 
 
 def render_markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """Render a Markdown table; a cell is cut after `WIDTH` characters."""
+    """Render a Markdown table; a cell is cut after `WIDTH` characters.
+
+    `tests/component_pages.py` renders docs/components with it, too: after a change `make golden`.
+    """
     lines = [_render_row(head), _render_row(["---"] * len(head))]
     lines += map(_render_row, rows)
     return "\n".join(lines)

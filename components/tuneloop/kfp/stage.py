@@ -44,7 +44,8 @@ from tuneloop.workflow.settings import Cluster
 URL = "url"
 """Parameter: where the output is committed."""
 TARGET = "target_reward"
-"""Parameter: the mean reward that ends a loop whose stages are tasks."""
+"""Parameter: the mean reward that ends a loop whose stages are tasks. `kfp/loop.py: iterate` passes
+it; `kfp/iterations.py` reads the name on its own."""
 CHANGES = "changed_settings"
 """Parameter: what is otherwise than it was compiled, as JSON; null stands for a parameter that is
 no longer set. An output of the first task (`configure.py: find_changes`)."""
@@ -224,6 +225,9 @@ def report_skipped_stage(stage: Component, task: Task, reason: str) -> None:
 
 def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
     """Report the committed artifact to KFP.
+
+    A loop of tasks ends by the rewards of the input that a pipeline calls `rewards`: by another
+    name it never ends early.
 
     Raises:
         UserError: the component declares an output that is not written here.

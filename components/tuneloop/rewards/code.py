@@ -41,7 +41,9 @@ from tuneloop.rewards.sandbox import (
 
 LIMITS = {"seconds": 4.0, "memory_mb": 256, "output_kb": 64}
 """The limits of a row that states none. The environment `environments/python.py` has defaults of
-its own, and a remote sandbox its largest values (`inference/sandbox_server.py: Program`)."""
+its own, and a remote sandbox its largest values (`inference/sandbox_server.py: Program`). The
+seconds stay below those of a whole call: `timeout_s` of `stages/reward.py` and
+`stages/data_prep.py`, `reward_timeout_s` of `stages/evaluate.py`."""
 REASONS = ("error", "timeout", "memory", "output")
 """The kinds of `Ending` whose shares the breakdown has; a kind that is added is left out without a
 word. ``done`` is none of them, and ``escape`` is an outcome of its own."""

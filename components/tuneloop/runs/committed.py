@@ -105,6 +105,7 @@ class CommittedArtifacts:
         self.entries: list[Entry] = []
         # The index proves what it reads, so that nothing is proved twice.
         self._index = Index(Store(url), self._prove_manifest)
+        # Key → the index's mark of the entry, and the entry as it was read under that mark.
         self._parsed: dict[str, tuple[str, Entry]] = {}
         self._by_digest: dict[str | None, Entry] = {}
         self.refresh()

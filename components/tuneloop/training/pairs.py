@@ -114,7 +114,8 @@ def fit_pairs(
 
 def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "Tensor":
     """Sum the log-probabilities of each document's targets in one forward pass: float32
-    ``[documents]``.
+    ``[documents]``. `stages/reference_logprobs.py` stores these sums for `stages/preference.py`: another
+    reduction makes stored ones wrong.
     """
     import torch
 
