@@ -1,7 +1,8 @@
 """Sections of a configuration that extensions add (`tuneloop.core.hooks.Extension.settings`).
 
 They are there only with their extension: without it, their keys are unknown. What extensions add is
-cached for the process, but for the class that `extend_cluster` makes anew at each call; a test that adds an extension clears them, as `tests/unit/core/test_hooks.py` does.
+cached for the process, but for the class that `extend_cluster` makes anew at each call. A test that
+adds an extension clears the cache, as `tests/unit/core/test_hooks.py` does.
 """
 
 import functools

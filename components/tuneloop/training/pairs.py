@@ -114,8 +114,10 @@ def fit_pairs(
 
 def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "Tensor":
     """Sum the log-probabilities of each document's targets in one forward pass: float32
-    ``[documents]``. `stages/reference_logprobs.py` stores these sums for `stages/preference.py`: another
-    reduction makes stored ones wrong.
+    ``[documents]``.
+
+    `stages/reference_logprobs.py` stores these sums for `stages/preference.py`: another reduction
+    makes stored ones wrong.
     """
     import torch
 
