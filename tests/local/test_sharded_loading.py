@@ -143,7 +143,7 @@ def check_share(directory: Path, ranks: Ranks) -> None:
     peak = read_figure("status", "VmHWM") * 1024 - held
     parameters = list(policy.model.parameters())
     share = sum(4 * parameter.to_local().numel() for parameter in parameters)
-    layer = 4 * sum(each.numel() for each in policy._list_layers()[0].parameters())
+    layer = 4 * sum(each.numel() for each in policy.model.model.layers[0].parameters())
     assert share < 4 * sum(parameter.numel() for parameter in parameters) / 1.9
     assert peak < 1.2 * share + layer, f"{peak} bytes for {share} and a layer of {layer}"
     compare(directory, ranks, (Trainer, WholeTrainer))

@@ -10,7 +10,6 @@ the model before it, and attached after it. Adapters come between: they are made
 same random numbers on every rank, and `fully_shard` cuts them.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,9 @@ from torch.nn import Parameter
 from tuneloop.core.errors import UserError
 from tuneloop.formats.architectures import choose_dense_attention, find_model_class
 from tuneloop.training.fsdp import attention
-from tuneloop.training.fsdp.export import DTYPE_NAMES, cut_rows, get_local
+from tuneloop.training.fsdp.export import cut_rows, get_local
 from tuneloop.training.fsdp.ranks import Ranks
-from tuneloop.weights import layout
-from tuneloop.weights.versions import INDEX
-
-WEIGHTS = "model.safetensors"
-"""The file of a model that has only one."""
-DTYPE_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-"""Name in a safetensors file → torch's dtype."""
+from tuneloop.training.fsdp.stored_tensors import list_stored_tensors, list_weight_files
 
 
 def open_model(
@@ -89,7 +82,7 @@ def explain_whole_loading(empty_model: Any, directory: Path, ranks: Ranks) -> st
 
     if getattr(empty_model.config, "quantization_config", None):
         return "its weights are quantized"
-    if not _list_weight_files(directory):
+    if not list_weight_files(directory):
         return "its weights are in no safetensors file"
     # How transformers puts together parameters that the files hold in parts.
     operations: list[Any] = []
@@ -143,9 +136,8 @@ def attach_rows(model: Any, rows: dict[str, Tensor], device: torch.device) -> No
         # Tied parameters come twice.
         if name not in rows:
             return tensor
-        filled = torch.empty_like(tensor, device=device)
-        get_local(filled).copy_(rows.pop(name))
-        return filled
+        # `from_local` would move them to the mesh's device, where offloaded ones do not belong.
+        return DTensor(rows.pop(name).to(device), tensor._spec, requires_grad=False)
 
     model._apply(fill)
 
@@ -224,11 +216,7 @@ def _fill_rows(model: Any, directory: Path, dtype: torch.dtype, ranks: Ranks) ->
         dtype_plan=model._get_dtype_plan(dtype),
         weight_mapping=get_model_conversion_mapping(model),
     )
-    # Headers alone are read here; the loader reads each tensor when its turn has come.
-    tensors: dict[str, StoredTensor] = {}
-    for path in _list_weight_files(directory):
-        for name, entry in layout.read_header(path).tensors.items():
-            tensors[name] = StoredTensor(path, entry)
+    tensors = list_stored_tensors(directory)
     information, _ = model._load_pretrained_model(model, tensors, None, loading)
     missing_names = information.missing_and_mismatched()
 
@@ -242,55 +230,3 @@ def _fill_rows(model: Any, directory: Path, dtype: torch.dtype, ranks: Ranks) ->
     if model.can_generate() and (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model
-
-
-def _list_weight_files(directory: Path) -> list[Path]:
-    """List the safetensors files of a model, as transformers chooses them."""
-    if (directory / WEIGHTS).is_file():
-        return [directory / WEIGHTS]
-    index = directory / INDEX
-    if not index.is_file():
-        return []
-    file_by_tensor: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    return [directory / file for file in sorted(set(file_by_tensor.values()))]
-
-
-class StoredTensor:
-    """A tensor in a safetensors file; an index reads the rows that it names, and no other bytes.
-
-    It stands for a slice of the library safetensors, whose two ways to read do not suit: pages of
-    mapped files count as memory of the process, and its ``pread`` reads whole tensors.
-    """
-
-    def __init__(self, path: Path, entry: layout.Tensor) -> None:
-        self._path = path
-        self._entry = entry
-
-    def get_shape(self) -> list[int]:
-        """Return the shape of the whole tensor."""
-        return list(self._entry.shape)
-
-    def get_dtype(self) -> str:
-        """Return the dtype, by its name in the file."""
-        return self._entry.dtype
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """Read a part of the tensor: ``...``, or a slice for each of the first dimensions."""
-        shape = self._entry.shape
-        indices = index if isinstance(index, tuple) else (index,)
-        if not shape or indices[0] is Ellipsis:
-            # A tensor without dimensions has one number, and no rows.
-            return self._read(shape, self._entry.start)
-        first, last, _ = indices[0].indices(shape[0])
-        row_count = max(0, last - first)
-        row_bytes = (self._entry.end - self._entry.start) // max(1, shape[0])
-        # A range of rows is a range of bytes.
-        rows = self._read((row_count, *shape[1:]), self._entry.start + first * row_bytes)
-        return rows[(slice(None), *indices[1:])]
-
-    def _read(self, shape: tuple[int, ...], start: int) -> Tensor:
-        """Read a tensor whose bytes begin at `start`."""
-        tensor = torch.empty(shape, dtype=DTYPE_BY_NAME[self._entry.dtype])
-        data = tensor.flatten().view(torch.uint8).numpy()
-        layout.read_bytes_at(self._path, start, data)
-        return tensor
