@@ -17,7 +17,8 @@ from tests.waiting import LIMIT_S
 from tests.warm import python
 from tuneloop.core.artifacts import hash_files
 from tuneloop.formats.token_files import Document
-from tuneloop.training.fsdp.policy import fill_rounded, open_model
+from tuneloop.training.fsdp.loading import open_model
+from tuneloop.training.fsdp.policy import fill_rounded
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.trainer import Trainer
 from tuneloop.training.lora import Lora

@@ -1,10 +1,12 @@
 """Estimate the memory of a stage's pod, from its parameters and the model's shape.
 
 Memory of training, bytes a parameter: `tuneloop.argo.training_memory`, divided by the pods that
-FSDP shards over. Activations a layer and token: those that torch saves for the backward pass
-(`count_layer_bytes`); with gradient checkpointing, the input of each layer (4 × hidden), and one
-whole layer. Logits: 4 bytes each, and their gradient, for as many as exist at once. KV cache a
-token: 2 × layers × KV heads × head size × bytes a number.
+FSDP shards over, as no rank loads more than its rows (`training/fsdp/loading.py`). The first rank
+alone opens a whole model, which it has written, to compute the canary. Activations a layer and
+token: those that torch saves for the backward pass (`count_layer_bytes`); with gradient
+checkpointing, the input of each layer (4 × hidden), and one whole layer. Logits: 4 bytes each, and
+their gradient, for as many as exist at once. KV cache a token: 2 × layers × KV heads × head size ×
+bytes a number.
 
 On a CPU, and for a server with `engine.snapshot`, a pod requests this memory and that of its
 programs (`compute_memory_request`). With a GPU, which holds these, it requests memory for its
@@ -23,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
-from tuneloop.argo.training_memory import TRAINED_BYTES, WEIGHT_BYTES
+from tuneloop.argo.training_memory import GRADIENT_BYTES, TRAINED_BYTES, WEIGHT_BYTES
 from tuneloop.config.model_facts import (
     Model,
     ModelFacts,
@@ -267,11 +269,31 @@ def _estimate_states(stage: StagePlan, model: Model) -> list[Part]:
         factors = f"{trained:,} parameters × {TRAINED_BYTES} bytes{_describe_pods(stage.nodes)}"
         size = trained * TRAINED_BYTES / stage.nodes
         parts.append(Part("weights", label, factors, size))
+    gradient_bytes = GRADIENT_BYTES if adapters == 0 else 0
+    parts += _estimate_written(stage, model, gradient_bytes)
     algorithm = stage.parameters.get("algorithm_args", {})
     # Without a KL term the reference is never loaded.
     if "reference" in stage.wired and algorithm.get("beta"):
         parts.append(weights._replace(label="weights of the reference"))
     return parts
+
+
+def _estimate_written(stage: StagePlan, model: Model, gradient_bytes: int) -> list[Part]:
+    """Estimate the whole model that the first rank opens once it is written, for its canary.
+
+    It takes the place of gradients, which are gone by then. In one pod these are as large.
+
+    Args:
+        gradient_bytes: of a parameter of the model, before they are divided by the pods.
+    """
+    width = 4 if stage.parameters.get("save_dtype") == "float32" else 2
+    surplus = width - gradient_bytes / stage.nodes
+    if stage.nodes == 1 or surplus <= 0:
+        return []
+    factors = f"{model.parameters:,} parameters × {width} bytes"
+    if gradient_bytes:
+        factors += f", less {gradient_bytes} bytes of gradients{_describe_pods(stage.nodes)}"
+    return [Part("weights", "the written model", factors, model.parameters * surplus)]
 
 
 def _estimate_step(stage: StagePlan, model: Model, sequences: float, length: float) -> list[Part]:

@@ -171,7 +171,7 @@ def train_by_backend(
     import torch
 
     from tuneloop.training.fsdp.attention import VARLEN
-    from tuneloop.training.fsdp.policy import open_model
+    from tuneloop.training.fsdp.loading import open_model
 
     attention = trainer.layout.attention
     options = stage.params.model_dump()

@@ -1,7 +1,7 @@
 """A pretrained model as it comes: its weights, its tokenizer, and the files beside them.
 
 Only `base_model` reads models from elsewhere. Every later stage opens the checkpoint that it wrote
-(`training/fsdp/policy.py: open_model`). Before a run, `config/model_facts.py: read_model_facts`
+(`training/fsdp/loading.py: open_model`). Before a run, `config/model_facts.py: read_model_facts`
 reads what it can of such a model, and `planning/limits.py: check_base_model` refuses one that is
 incomplete: a new kind of address belongs there, too.
 

@@ -16,7 +16,9 @@ from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint
 from tuneloop.training.batching import Batch
-from tuneloop.training.fsdp.policy import Policy, open_model
+from tuneloop.training.fsdp.loading import open_model
+from tuneloop.training.fsdp.policy import Policy
+from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.trainer import Trainer
 
 
@@ -67,7 +69,7 @@ class Scorer(Policy):
     """
 
     def _open(self, directory: Path) -> Any:
-        model = self._adapt(_open(directory, torch.float32, self.layout.attention))
+        model = self._adapt(_open(directory, torch.float32, self.layout.attention, self.ranks))
         # The head is new, and trained even with adapters.
         model.score.requires_grad_(True)
         return _Scoring(model.model, model.score, model.config)
@@ -103,15 +105,24 @@ class ScoreTrainer(Scorer, Trainer):
     """A reward model and its optimizer."""
 
 
-def _open(directory: Path, dtype: torch.dtype, attention: str) -> Any:
-    """Open a reward model, or a language model with a new head of zeros."""
+def _open(
+    directory: Path,
+    dtype: torch.dtype,
+    attention: str,
+    ranks: Ranks | None = None,
+) -> Any:
+    """Open a reward model, or a language model with a new head of zeros; `ranks` as `open_model`
+    takes them.
+    """
     from transformers import logging
 
     verbosity = logging.get_verbosity()
     # It warns that a language model has no such head.
     logging.set_verbosity_error()
     try:
-        model = open_model(directory, dtype, attention, "SequenceClassification", num_labels=1)
+        model = open_model(
+            directory, dtype, attention, "SequenceClassification", ranks, num_labels=1
+        )
     finally:
         logging.set_verbosity(verbosity)
     architectures = model.config.architectures or ()

@@ -237,6 +237,23 @@ def write_bytes_at(path: Path, start: int, data: Bytes) -> None:
             remaining = remaining[size:]
 
 
+def read_bytes_at(path: Path, start: int, data: Bytes) -> None:
+    """Fill `data` with the bytes of a file from the byte `start` on.
+
+    Raises:
+        Corrupt: the file ends before.
+    """
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        # An unbuffered read may read less than it was asked to.
+        remaining = data.data
+        while remaining:
+            size = file.readinto(remaining)
+            if not size:
+                raise build_blame(path)(f"ends at byte {file.tell()}")
+            remaining = remaining[size:]
+
+
 def visible_files(directory: Path) -> list[Path]:
     """List files below `directory`, sorted, without hidden ones and those in hidden directories.
 

@@ -89,6 +89,11 @@ def test_every_pod_of_a_jobset_asks_for_its_share(tmp_path: Path) -> None:
     assert one["sft"][1] > states + 1
     assert abs(one["sft"][1] - two["sft-job"][1] - states / 2) <= 0.25  # as they are rounded
     assert two["sft-result"] == (2.0, None)
+    # The first rank of four pods opens the written model: 2 bytes a parameter, where gradients of 4 / 4 were.
+    four, wide = memory(*sets, "nodes=4"), memory(*sets, "nodes=4", "trainer.save_dtype=float32")
+    parameters = PUBLISHED["Qwen3-0.6B"][0] / GIB
+    assert abs(one["sft"][1] - four["sft-job"][1] - parameters * (16 - 16 / 4 - 1)) <= 0.25
+    assert abs(wide["sft-job"][1] - four["sft-job"][1] - parameters * 2) <= 0.25
 
 
 def test_a_pod_of_several_stages_holds_what_all_of_them_do() -> None:

@@ -10,7 +10,8 @@ from tuneloop.core.errors import UserError
 from tuneloop.formats.architectures import find_recurrent_layers
 from tuneloop.formats.token_files import Document
 from tuneloop.training.fsdp.attention import choose_attention
-from tuneloop.training.fsdp.policy import Policy, open_model
+from tuneloop.training.fsdp.loading import open_model
+from tuneloop.training.fsdp.policy import Policy
 from tuneloop.training.fsdp.ranks import Ranks
 
 DOCUMENTS = [Document([5, 6, 7, 8], [0, 0, 1, 1]), Document([9, 10], [0, 1])]

@@ -10,7 +10,7 @@ from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 from tests.making import checkpoint_artifact
 from tests.models import write_model
 from tuneloop.formats.token_files import Document
-from tuneloop.training.fsdp.policy import open_model
+from tuneloop.training.fsdp.loading import open_model
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.rounding import PERIOD, _make_thresholds, round_tensor
 from tuneloop.training.fsdp.trainer import Trainer

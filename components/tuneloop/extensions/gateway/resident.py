@@ -355,7 +355,7 @@ class Sampler:
         self.engine.close()
 
     def _change(self, snapshot: Snapshot) -> None:
-        from tuneloop.training.fsdp.policy import open_model
+        from tuneloop.training.fsdp.loading import open_model
 
         if self._ready is snapshot:
             return

@@ -95,11 +95,17 @@ def get_local_rows(value: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
     if not isinstance(value, DTensor):
         return value, 0
     rows = value.redistribute(placements=[Shard(0)]).to_local()
-    # FSDP2 cuts as torch.chunk does: all chunks have the same size, rounded up, but the last ones.
-    chunk_size = -(-len(value) // ranks.world)
-    first_row = min(ranks.rank * chunk_size, len(value))
-    assert len(rows) == min(chunk_size, len(value) - first_row)
-    return rows, first_row
+    own_rows = cut_rows(len(value), ranks.rank, ranks.world)
+    assert len(rows) == len(own_rows)
+    return rows, own_rows.start
+
+
+def cut_rows(count: int, rank: int, world: int) -> range:
+    """Return the rows of a tensor with `count` rows that FSDP2 gives to a rank."""
+    # As torch.chunk does: all chunks have the same size, rounded up, but the last ones.
+    chunk_size = -(-count // world)
+    first_row = min(rank * chunk_size, count)
+    return range(first_row, min(first_row + chunk_size, count))
 
 
 def get_local(value: Tensor) -> Tensor:

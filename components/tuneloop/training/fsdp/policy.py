@@ -35,11 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.threads import map_ahead
-from tuneloop.formats.architectures import (
-    choose_dense_attention,
-    find_model_class,
-    get_context,
-)
+from tuneloop.formats.architectures import get_context
 from tuneloop.formats.model_files import choose_shard_bytes
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint, lora
@@ -58,6 +54,12 @@ from tuneloop.training.fsdp.export import (
     list_stored_dtypes,
     make_empty_model,
     write_sharded_model,
+)
+from tuneloop.training.fsdp.loading import (
+    attach_rows,
+    detach_rows,
+    open_model,
+    replace_parameters,
 )
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.rounding import round_tensor
@@ -168,7 +170,9 @@ class Policy:
     # The model
 
     def _open(self, directory: Path) -> Any:
-        return self._adapt(open_model(directory, torch.float32, self.layout.attention))
+        return self._adapt(
+            open_model(directory, torch.float32, self.layout.attention, ranks=self.ranks)
+        )
 
     def _adapt(self, model: Any) -> Any:
         """Put kernels and adapters into a model of transformers, and return it."""
@@ -181,11 +185,17 @@ class Policy:
             )
         if self.lora:
             self.lora.inject(model)
-            for name, parameter in model.named_parameters():
-                # Autocast would give the same result from float32, with twice the memory.
-                if lora.BASE in name:
-                    parameter.data = parameter.data.to(self.dtype)
+            replace_parameters(model, self._convert_frozen)
         return model
+
+    def _convert_frozen(self, name: str, tensor: Tensor) -> Tensor:
+        """Convert a parameter under adapters to the dtype of the computation.
+
+        Autocast would give the same result from float32, with twice the memory.
+        """
+        # The adapters of one part of fused experts are themselves below those of the other.
+        is_frozen = lora.BASE in name and lora.ADAPTER not in name
+        return tensor.to(self.dtype) if is_frozen else tensor
 
     def _list_layers(self) -> list[torch.nn.Module]:
         """List the layers, by transformers' names of the modules that must not be split."""
@@ -201,12 +211,15 @@ class Policy:
         if self.dtype != torch.float32:
             # Gradients are summed in float32.
             precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        rows = detach_rows(self.model)
         for module in [*self._list_layers(), self.model]:
             fully_shard(module, mesh=self.ranks.mesh, mp_policy=precision, offload_policy=offload)
             # A sum and not a mean: the loss is divided by the global count.
             module.set_gradient_divide_factor(1.0)
             # gloo supports no other operation.
             module.set_force_sum_reduction_for_comms(True)
+        is_offloaded = isinstance(offload, CPUOffloadPolicy)
+        attach_rows(self.model, rows, torch.device("cpu") if is_offloaded else self.ranks.device)
 
     def chosen(self) -> JsonObject:
         """Return the choices that were made for ``auto``, for people; they become facts of the
@@ -491,45 +504,6 @@ def fill_rounded(model: Any, weights: Mapping[str, Tensor]) -> None:
             if target.data_ptr() not in filled_addresses:
                 filled_addresses.add(target.data_ptr())
                 target.copy_(round_tensor(weights[name], target.dtype, name))
-
-
-def open_model(
-    directory: Path,
-    dtype: torch.dtype,
-    implementation: str,
-    head: str = "CausalLM",
-    **config: Any,
-) -> Any:
-    """Open a causal language model of transformers, or one with another `head`.
-
-    Args:
-        implementation: transformers' name of the attention; ``auto`` is one that a CPU has.
-        config: values that replace those of the model's configuration.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
-    import transformers
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    attention.register_varlen()
-    if implementation == "auto":
-        implementation = choose_dense_attention(find_model_class(directory))
-    opener = getattr(transformers, f"AutoModelFor{head}")
-    try:
-        return opener.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation=implementation,
-            local_files_only=True,
-            **config,
-        )
-    except (ImportError, OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            "policy", str(directory), f"cannot be loaded with {implementation} attention ({reason})"
-        ) from error
 
 
 def _check_hardware(
