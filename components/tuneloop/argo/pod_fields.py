@@ -23,8 +23,6 @@ from tuneloop.workflow.pod_hook import choose_memory_request, collect_pod_change
 from tuneloop.workflow.pod_settings import (
     ARGO_CONTAINERS,
     ARGO_INIT_CONTAINERS,
-    STORE,
-    PodSettings,
     fit_patch,
 )
 from tuneloop.workflow.quantities import parse_resource_quantity
@@ -176,17 +174,18 @@ def pod_fields(
         "TUNELOOP_NODE_WORKFLOW": "{{workflow.name}}",
         "TUNELOOP_NODE_NAME": "{{node.name}}",
     }
-    variables |= cluster.sandbox_environment
+    variables |= cluster.environment
     settings = cluster.pod_settings(role)
+    credentials = cluster.credentials
+    sources: list[Any] = [ConfigMapEnvFrom(name=credentials.config_map, optional=True)]
+    if credentials.secret:
+        sources.append(SecretEnvFrom(name=credentials.secret, optional=True))
     fields: JsonObject = {
         "image": image_name,
         # A version of an image does not change: a node that has it asks no registry.
         "image_pull_policy": "IfNotPresent",
         "env": [models.EnvVar(name=name, value=value) for name, value in variables.items()],
-        "env_from": [
-            ConfigMapEnvFrom(name=STORE, optional=True),
-            SecretEnvFrom(name=STORE, optional=True),
-        ],
+        "env_from": sources,
         "resources": Resources(
             cpu_request=resources.cpu,
             cpu_limit=cluster.resources(role).find_cpu_limit(cluster.limits),
@@ -312,7 +311,7 @@ def custom_fields(
     if annotations:
         fields["annotations"] = annotations
     # The workflow says what all pods have; a role may say something else.
-    default = cluster.pod or PodSettings()
+    default = cluster.common_pod_settings
     if settings.pod_security != default.pod_security:
         fields["pod_security_context"] = models.PodSecurityContext.model_validate(
             settings.pod_security

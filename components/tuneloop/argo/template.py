@@ -23,7 +23,6 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
 from tuneloop.workflow.plan import PLAN, RunPlan, ServerPlan, StagePlan
 from tuneloop.workflow.pod_hook import list_pod_hooks
-from tuneloop.workflow.pod_settings import PodSettings
 from tuneloop.workflow.settings import DELETE_DELAY, Cluster
 
 EXIT_GRAPH = "at-the-end"
@@ -66,7 +65,7 @@ def define_workflow(
     # Argo's own containers carry no security context by default; a restricted namespace refuses
     # them without.
     cluster = cluster or Cluster()
-    settings = cluster.pod or PodSettings()
+    settings = cluster.common_pod_settings
     executor: JsonObject = {"resources": pod_fields.describe_executor(cluster)}
     if settings.container_security:
         executor = {"securityContext": settings.container_security} | executor

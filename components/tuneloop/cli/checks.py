@@ -73,7 +73,19 @@ def configure_remote(
 
     The pods may have keys and disks that this machine lacks: then they look up ``run://…``.
     """
-    assignments = list(sets or ())
+    from tuneloop.config.pipeline import check_store
+
+    settings = _look_up_model(pipeline, files, list(sets or ()), store, keeps_promoted)
+    check_store(settings, store)
+    return settings
+
+
+def _look_up_model(
+    pipeline: "Pipeline", files: "Files", assignments: list[str], store: str, keeps_promoted: bool
+) -> Any:
+    """Make the configuration of `configure_remote`, with the base model's address if this machine
+    can find it.
+    """
     root = local_path(normalize_url(store))
     if root is not None and not root.is_dir():
         return pipeline.configure(files, assignments)

@@ -7,7 +7,7 @@ The checks are in `cluster/doctor.py` and `kfp/doctor.py`. What `submit` refuses
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from tuneloop.cli.inspect import print_json
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.client import check_kfp_is_installed
 from tuneloop.kube.connection import Connection, connect_to_cluster
+from tuneloop.workflow.credentials import StoreCredentials
 
 if TYPE_CHECKING:
     from tuneloop.cluster.doctor import Check
@@ -48,12 +49,17 @@ def diagnose_argo(
     from tuneloop.cluster.doctor import check_argo, describe_queued_stage
     from tuneloop.cluster.run_workflows import prepare_workflow
     from tuneloop.config.loading import find_pipeline
+    from tuneloop.config.pipeline import check_store
 
     _check_settings(pipeline, config, sets)
     workflow = describe_queued_stage()
+    credentials: StoreCredentials | None = None
     if pipeline:
         definition = find_pipeline(pipeline)
-        workflow = definition.build(definition.configure(config, sets or ()))
+        settings: Any = definition.configure(config, sets or ())
+        workflow = definition.build(settings)
+        credentials = settings.cluster.credentials
+        check_store(settings, store or "")
     cluster = connect_to_cluster(namespace, context)
     prepared = prepare_workflow(
         workflow,
@@ -63,7 +69,8 @@ def diagnose_argo(
         namespace=namespace,
         priority=priority,
     )
-    return _print_checks("argo", cluster, check_argo(cluster, prepared, store), as_json)
+    checks = check_argo(cluster, prepared, store, credentials)
+    return _print_checks("argo", cluster, checks, as_json)
 
 
 @kfp.app.command("doctor")

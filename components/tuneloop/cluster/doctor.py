@@ -10,18 +10,18 @@ checks are in `tuneloop.kfp.doctor`, which calls some of the functions here.
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import yaml
 
-from tuneloop.argo.pod_fields import PLAIN, SECRET, STORE
 from tuneloop.cluster import preflight
 from tuneloop.cluster.capacity import find_capacity_warnings
+from tuneloop.cluster.checks import NOT_CHECKED, OK, REFUSED, WARNING, Check
+from tuneloop.cluster.credentials import check_credentials, list_accounts
 from tuneloop.cluster.problems import (
     ABSENT,
     UNSEEN,
     Problem,
-    apply_manifests,
     find_object,
     record_denied_reads,
 )
@@ -30,12 +30,9 @@ from tuneloop.cluster.run_workflows import list_queues
 from tuneloop.core.errors import UserError, shorten_text
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.credentials import SecretKeys, StoreCredentials
 from tuneloop.workflow.settings import ROLES, Cluster
 
-OK = "ok"
-WARNING = "warning"
-REFUSED = "refused"
-NOT_CHECKED = "not checked"
 CONTROLLER = "workflow-controller"
 SETTINGS = "workflow-controller-configmap"
 """Argo's Deployment and its ConfigMap, as its manifests and KFP's name them."""
@@ -49,30 +46,19 @@ INSTALL_ARGO = (
 """``manifests/third-party/README.md`` has the same command with the same release."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """The outcome of a check.
-
-    Attributes:
-        subject: what was checked, such as ``store``.
-        outcome: `OK`, `WARNING`, `REFUSED` or `NOT_CHECKED`.
-        found: what was found, in words.
-        remedy: the command that fixes it; empty if nothing has to be fixed.
-    """
-
-    subject: str
-    outcome: str
-    found: str
-    remedy: str = ""
-
-
-def check_argo(cluster: Connection, workflow: JsonMapping, store: str | None = None) -> list[Check]:
+def check_argo(
+    cluster: Connection,
+    workflow: JsonMapping,
+    store: str | None = None,
+    credentials: StoreCredentials | None = None,
+) -> list[Check]:
     """Check whether a cluster has what a workflow needs of Argo Workflows.
 
     Args:
         cluster: with the namespace of the run to come.
         workflow: of `run_workflows.prepare_workflow` or `describe_queued_stage`.
         store: of the run, as in the workflow's parameter; None: not known yet.
+        credentials: those of the settings; None: the defaults.
 
     Raises:
         UserError: the cluster does not answer.
@@ -101,7 +87,10 @@ def check_argo(cluster: Connection, workflow: JsonMapping, store: str | None = N
     # Only S3 has its settings in these objects: a claim needs none, and others are of the user.
     is_s3 = not store or store.startswith("s3:")
     missing = REFUSED if is_s3 and "claim" not in dict(references) else WARNING
-    checks += collect_checks("store", check_store_settings(cluster, "local", missing))
+    credential_checks = check_credentials(
+        cluster, credentials or SecretKeys(), list_accounts(workflow), missing=missing
+    )
+    checks += collect_checks("store", credential_checks)
     finders = {
         **preflight.CHECKS,
         "images": check_argo_images,
@@ -253,53 +242,6 @@ def check_workflow_defaults(cluster: Connection) -> Iterator[Check]:
     yield Check("workflow defaults", OK, f"{finding} ({source})")
 
 
-def check_store_settings(cluster: Connection, overlay: str, missing: str) -> Iterator[Check]:
-    """Check the ConfigMap and the Secret with the settings of the store; no value is shown.
-
-    Args:
-        cluster: with the namespace of the runs.
-        overlay: of ``manifests/overlays``, which has both.
-        missing: the outcome where one of them is not there.
-    """
-    apply = apply_manifests(cluster.namespace, overlay)
-    kubectl = f"kubectl -n {cluster.namespace}"
-    literals = " ".join(f"--from-literal={key}=…" for key in SECRET)
-    edit_config_map = f"{kubectl} edit configmap {STORE}"
-    write_secret = (
-        f"{kubectl} create secret generic {STORE} {literals} --dry-run=client -o yaml"
-        " | kubectl apply -f -"
-    )
-    config_map = find_object(cluster.core.read_namespaced_config_map, STORE, cluster.namespace)
-    secret = find_object(cluster.core.read_namespaced_secret, STORE, cluster.namespace)
-    objects = (
-        # A ConfigMap without a key may be meant so: the store may not need all of them.
-        ("ConfigMap", config_map, PLAIN, WARNING, edit_config_map),
-        ("Secret", secret, SECRET, missing, write_secret),
-    )
-    for kind, item, keys, outcome, command in objects:
-        if item is ABSENT:
-            finding = f"{kind} {STORE} is missing in namespace {cluster.namespace}"
-            yield Check("store", missing, finding, apply)
-        elif item is not UNSEEN:
-            lacking = [key for key in keys if key not in (item.data or {})]
-            if lacking:
-                finding = f"{kind} {STORE} lacks {', '.join(lacking)}"
-                yield Check("store", outcome, finding, command)
-            else:
-                yield Check("store", OK, f"{kind} {STORE}: {', '.join(keys)}")
-    if ABSENT in (config_map, secret) or UNSEEN in (config_map, secret):
-        return
-    for key in sorted(set(config_map.data or ()) & set(secret.data or ())):
-        # Which of the two a pod gets depends on their order in its manifest.
-        patch = json.dumps([{"op": "remove", "path": f"/data/{key}"}])
-        yield Check(
-            "store",
-            WARNING,
-            f"{key} is in both, ConfigMap and Secret {STORE}: keep it in one",
-            f"{kubectl} patch configmap {STORE} --type=json -p '{patch}'",
-        )
-
-
 def check_argo_queue(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | UserError]:
     """Check the queues of a workflow: first the problems that `submit` refuses, then its warnings."""
     yield from preflight.CHECKS["queue"](cluster, workflow)
@@ -327,9 +269,8 @@ def check_argo_store(cluster: Connection, workflow: JsonMapping) -> Iterator[Che
     """Check the store of a run: as `submit` does, with a write where this machine has its keys."""
     problems = list(preflight.CHECKS["store"](cluster, workflow))
     yield from problems
-    if not problems and not preflight.has_store_keys("s3"):
-        finding = "not checked by a write: AWS_ACCESS_KEY_ID is not set here"
-        yield Check("store", NOT_CHECKED, finding)
+    for note in preflight.find_store_notes(workflow):
+        yield Check("store", NOT_CHECKED, note.remedy)
 
 
 def check_images(cluster: Connection, images: Iterable[str]) -> Iterator[Check]:

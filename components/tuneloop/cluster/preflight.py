@@ -9,7 +9,6 @@ check_argo` runs the same ones, one by one.
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -27,7 +26,9 @@ from tuneloop.cluster.problems import (
 from tuneloop.cluster.queue_problems import find_queue_problems
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.object_stores import KEYS
 from tuneloop.core.store import Store
+from tuneloop.core.store_credentials import has_credentials
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.planning.pod_paths import is_below, list_mounted_paths
 from tuneloop.workflow.manifest import mounts_token, parse_applied_object, read_parameters
@@ -315,20 +316,22 @@ def _find_store_problems(cluster: Connection, workflow: JsonMapping) -> Iterator
             )
     elif scheme == "memory":
         yield UserError("store", url, "is lost when the pod ends; use s3://…")
-    elif has_store_keys(scheme):
+    elif has_credentials(scheme):
         try:
             Store(url).check_writable()
         except UserError as error:
             yield error
 
 
-def has_store_keys(scheme: str) -> bool:
-    """Return whether this machine has credentials for the store; the pods get theirs from the
-    cluster.
-
-    For any scheme but ``s3`` it is taken to have them: a store that it cannot write to is refused.
+def find_store_notes(workflow: JsonMapping) -> Iterator[UserError]:
+    """Yield that the store was not tried by a write, if this machine has no credentials for it; the
+    pods get theirs from the cluster.
     """
-    return scheme != "s3" or "AWS_ACCESS_KEY_ID" in os.environ
+    url = read_parameters(workflow["spec"]).get("store", "")
+    scheme = url.partition("://")[0]
+    if scheme in KEYS and not has_credentials(scheme):
+        variable = KEYS[scheme].partition(" ")[0].rstrip(",")
+        yield UserError("store", url, f"not checked by a write: {variable} is not set here")
 
 
 Find = Callable[[Connection, JsonMapping], Iterable[UserError]]

@@ -13,11 +13,12 @@ from pydantic import BaseModel
 
 from tuneloop.cluster.capacity import find_capacity_warnings
 from tuneloop.cluster.graph_end import add_graph_end
-from tuneloop.cluster.preflight import check_cluster
+from tuneloop.cluster.preflight import check_cluster, find_store_notes
 from tuneloop.cluster.queue_problems import find_queue_warnings
 from tuneloop.cluster.run_workflows import list_workflows, prepare_workflow
 from tuneloop.cluster.submit import create_workflow, prepare_resumption
 from tuneloop.config.loading import Pipeline, read_yaml_documents
+from tuneloop.config.pipeline import check_store
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.inference.fleet.graph import bring_up, find_api_version, render_graph
@@ -111,6 +112,7 @@ class Submission:
             fleet_sets = list_fleet_settings(graph)
         # The user's assignments come last, so that they win.
         settings = pipeline.configure(config, fleet_sets + list(sets), store)
+        check_store(settings, store)
         workflow = (
             begin_workflow(pipeline, settings, origin, iteration)
             if origin
@@ -130,7 +132,8 @@ class Submission:
         return [self.graph, self.workflow] if self.graph else [self.workflow]
 
     def check(self, cluster: Connection) -> list[UserError]:
-        """Check that a cluster has all that the run needs, and return warnings of possible waits.
+        """Check that a cluster has all that the run needs, and return warnings of possible waits,
+        and of what could not be checked from here.
 
         Raises:
             UserError: it lacks something; the notes of the error are what else it lacks.
@@ -139,9 +142,10 @@ class Submission:
         if self.graph:
             find_api_version(cluster)
         check_cluster(cluster, self.workflow)
-        warnings = list(find_queue_warnings(cluster, self.workflow))
+        warnings: list[UserError] = list(find_queue_warnings(cluster, self.workflow))
         warnings += find_capacity_warnings(cluster, self.workflow)
-        return list[UserError](warnings)
+        warnings += find_store_notes(self.workflow)
+        return warnings
 
     def check_name(self, cluster: Connection) -> None:
         """Raise UserError if the run's name stands for another run on the cluster."""

@@ -188,3 +188,14 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
             remedy = "no stage trains LoRA adapters: set trainer.lora, or leave it out"
             raise UserError("export.adapter", True, remedy)
         return self
+
+
+def check_store(settings: BaseModel, store: str) -> None:
+    """Raise UserError if the pods of these settings get credentials for stores of another cloud.
+
+    Args:
+        settings: of a pipeline.
+        store: URL of the run's store.
+    """
+    if isinstance(settings, PipelineConfig):
+        settings.cluster.credentials.check_store(store)

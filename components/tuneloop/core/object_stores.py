@@ -39,7 +39,7 @@ error that names it says that there are none (`core/errors.py: NoKeys`)."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """obstore's variables for the URL of an S3, which are read here only to allow HTTP. A pod of Argo
 has all keys of the ConfigMap `tuneloop-store`, a task of Kubeflow Pipelines only those of
-`argo/pod_fields.py: PLAIN` and `SECRET`."""
+`argo/pod_fields.py: PLAIN` and `SECRET`, and of `kfp/task_pod.py: OTHER_KEYS`."""
 ENDPOINT = re.compile(
     r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]+))?(/[A-Za-z0-9._~/-]*)?"
 )

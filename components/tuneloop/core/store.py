@@ -45,6 +45,11 @@ from tuneloop.core.object_stores import (
     is_plain_http,
     shorten_error,
 )
+from tuneloop.core.store_credentials import (
+    check_pod_identity,
+    find_authority,
+    find_credential_fault,
+)
 
 RANGE = 8 << 20
 READERS = 16
@@ -56,7 +61,7 @@ BUCKET_SCHEMES = ("s3", "gs", "az")
 """Schemes whose URLs begin with a bucket. Each is in `SCHEMES`, too, and has its keys in
 `core/object_stores.py: KEYS`. Models may lie in the same stores
 (`formats/stored_models.py: SCHEMES`). `kfp/io.py: SCHEMES` lists those of Kubeflow Pipelines' own
-artifacts, and `cluster/preflight.py: has_store_keys` knows the keys of s3 alone."""
+artifacts, and `core/store_credentials.py: has_credentials` knows the keys of each."""
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 """Schemes of stores; only tests use ``memory``."""
 # What files and obstore raise: for a key that does not exist, or cannot, as a part of it is a file;
@@ -125,7 +130,8 @@ class Store:
     """Keys and bytes below one URL; keys are relative to it, with ``/`` between parts.
 
     S3 takes endpoint and credentials from the usual ``AWS_*`` variables (``AWS_ENDPOINT_URL``,
-    ``AWS_ACCESS_KEY_ID``, …); HTTP is allowed. Beside what is documented, every method raises
+    ``AWS_ACCESS_KEY_ID``, …; `tuneloop.core.store_credentials` has the other clouds'); HTTP is
+    allowed. Beside what is documented, every method raises
     UserError, DiskError or Unavailable for what the file system or the service answers.
 
     Attributes:
@@ -137,12 +143,18 @@ class Store:
         self.root = local_path(self.url)
         if self.root is None:
             scheme = urlparse(self.url).scheme
+            check_pod_identity(scheme)
             is_plain = scheme == "s3" and is_plain_http()
+            options: Any = {}
+            authority = find_authority()
+            if scheme == "az" and authority:
+                options["authority_host"] = authority
             try:
                 self._objects = obstore.store.from_url(
                     self.url,
                     client_options={"allow_http": is_plain},
                     retry_config=build_retries(),
+                    **options,
                 )
             except exceptions.BaseError as error:
                 # No request was sent yet, so a setting is wrong.
@@ -465,6 +477,7 @@ class Store:
         try:
             yield
         except FORBIDDEN as error:
+            self._raise_credential_fault(error, address)
             remedy = f"not permitted ({shorten_error(error)}); grant access"
             raise UserError("store", address, remedy) from error
         except FileExistsError:
@@ -483,6 +496,7 @@ class Store:
         except CHANGED:
             raise
         except exceptions.BaseError as error:
+            self._raise_credential_fault(error, address)
             text = shorten_error(error)
             if any(code in text for code in REFUSALS):
                 remedy = f"{text}; check the bucket and the AWS_* variables"
@@ -491,6 +505,15 @@ class Store:
                 remedy = f"no keys; set {KEYS[urlparse(self.url).scheme]}"
                 raise NoKeys(UserError("store", self.url, remedy)) from error
             raise Unavailable(f"store: {address}: {text}") from error
+
+    def _raise_credential_fault(self, error: Exception, address: str) -> None:
+        """Raise UserError or Unavailable if an error is about the credentials of the store."""
+        fault = find_credential_fault(error, shorten_error(error))
+        if fault is None:
+            return
+        if fault.is_final:
+            raise UserError("store", self.url, fault.reason) from error
+        raise Unavailable(f"store: {address}: {fault.reason}") from error
 
 
 def fsync_path(path: Path, *, directory: bool = False) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from tuneloop.cluster import doctor as common
+from tuneloop.cluster.credentials import check_credentials
 from tuneloop.cluster.doctor import (
     NOT_CHECKED,
     OK,
@@ -33,9 +34,12 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp.client import compiled_package, connect_to_kfp
 from tuneloop.kube.connection import Connection
+from tuneloop.workflow.credentials import SecretKeys
 
 API_SERVER = "ml-pipeline"
 """The Deployment and the Service of KFP's API server in its own manifests."""
+RUN_ACCOUNT = "pipeline-runner"
+"""The service account of a run's pods in KFP's own manifests."""
 SIZE_LIMIT = 0.7 * 2**20
 """Safe size of a workflow object, in bytes.
 
@@ -93,7 +97,13 @@ def check_kfp(
     # A run on volumes does without the settings of an object store.
     volumes = settings.cluster.pod_settings("cpu").volumes if settings else {}
     is_on_volume = any(source.startswith("pvc/") for source in volumes.values())
-    store_checks = common.check_store_settings(cluster, "kfp", WARNING if is_on_volume else REFUSED)
+    store_checks = check_credentials(
+        cluster,
+        settings.cluster.credentials if settings else SecretKeys(),
+        [RUN_ACCOUNT],
+        overlay="kfp",
+        missing=WARNING if is_on_volume else REFUSED,
+    )
     image_checks = common.check_images(cluster, list_images(workflow))
     checks = list(collect_checks("KFP's API server", check_api_server(cluster)))
     checks += collect_checks("executor", check_executor(cluster))

@@ -26,7 +26,7 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.workflow.plan import PodResources
 from tuneloop.workflow.pod_hook import check_use
 from tuneloop.workflow.pod_schema import list_deletions
-from tuneloop.workflow.pod_settings import MAIN, STORE, USER, fit_patch
+from tuneloop.workflow.pod_settings import MAIN, USER, fit_patch
 from tuneloop.workflow.settings import AUTO, SANDBOX, Cluster, ResourceRole
 
 REMEDY = "Kubeflow Pipelines have no field for it: leave it out"
@@ -36,6 +36,13 @@ own names. Others without a field are refused by the path in the patch that they
 DELETES = "Kubeflow Pipelines can only add to a pod: leave out what deletes"
 RUN_ACCOUNT = "a run of Kubeflow Pipelines has one for all tasks: give it when it is started"
 """Remedies of settings that are refused: in general, for a patch that deletes, for an account."""
+OTHER_KEYS = (
+    "AWS_SESSION_TOKEN",
+    "GOOGLE_SERVICE_ACCOUNT_KEY",
+    "AZURE_STORAGE_ACCOUNT_NAME",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+)
+"""Keys of the Secret beside those of S3. A task names each that it takes, and may lack any."""
 NO_DEADLINE = "8760h"
 """A year: the deadline of all attempts of a task together, which cannot be left out."""
 
@@ -87,9 +94,13 @@ def _give_secrets(task: dsl.PipelineTask, cluster: Cluster) -> None:
         kubernetes.mount_pvc(task, cluster.claim, CLAIM)
     # No variable is read from both: KFP's patch would merge two of one name into one with two
     # sources, which Kubernetes refuses.
-    kubernetes.use_config_map_as_env(task, STORE, {key: key for key in PLAIN}, optional=True)
-    kubernetes.use_secret_as_env(task, STORE, {key: key for key in SECRET}, optional=True)
-    for name, value in cluster.sandbox_environment.items():
+    credentials = cluster.credentials
+    plain = {key: key for key in PLAIN if key not in credentials.environment}
+    kubernetes.use_config_map_as_env(task, credentials.config_map, plain, optional=True)
+    if credentials.secret:
+        secret = {key: key for key in (*SECRET, *OTHER_KEYS)}
+        kubernetes.use_secret_as_env(task, credentials.secret, secret, optional=True)
+    for name, value in cluster.environment.items():
         task.set_env_variable(name, value)
     if cluster.sandbox_environment:
         kubernetes.use_secret_as_volume(task, *SANDBOX, optional=True)

@@ -11,7 +11,7 @@ refusals, it is ignored there. docs/pods.md lists them. Tests: `tests/unit/argo/
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -85,8 +85,8 @@ SOURCES = ("pvc", "secret", "configmap", "emptydir", "image")
 SOURCE_TEXT = "pvc/NAME, secret/NAME, configmap/NAME, emptydir/SIZE or image/REFERENCE"
 ENV_SOURCES = {"secret": "secretRef", "configmap": "configMapRef"}
 STORE = "tuneloop-store"
-"""ConfigMap and Secret with the store's ``AWS_*`` settings, which pods get as variables: by
-`argo/pod_fields.py`, `kfp/task_pod.py`, and `_build_env_sources` here. A pod may lack either."""
+"""ConfigMap and Secret with the store's settings, which pods get as variables, unless
+`cluster.credentials` names others. A pod may lack either."""
 
 
 class Network(BaseModel, frozen=True, extra="forbid", coerce_numbers_to_str=True):
@@ -234,16 +234,19 @@ class PodSettings(BaseModel, frozen=True, extra="forbid", coerce_numbers_to_str=
         """Build the annotations of a pod besides tuneloop's."""
         return _merge_texts(self.annotations, self.metadata.get("annotations"))
 
-    def build_spec_patch(self, is_accelerated: bool) -> JsonObject:
+    def build_spec_patch(
+        self, is_accelerated: bool, environment_sources: Sequence[JsonObject] = ()
+    ) -> JsonObject:
         """Build the patch of a pod's spec: the shortcuts, then `spec`.
 
         Args:
             is_accelerated: whether the pod's role computes on accelerators, and so gets the fast
                 network.
+            environment_sources: what the list ``envFrom`` has besides `env_from`.
         """
         # The patch of the user's own comes last, and so has the last word.
         patch: JsonObject = {}
-        container = self._build_container(is_accelerated)
+        container = self._build_container(is_accelerated, environment_sources)
         if container:
             patch["containers"] = [{"name": MAIN} | container]
         if self.image_pull_secrets:
@@ -258,17 +261,16 @@ class PodSettings(BaseModel, frozen=True, extra="forbid", coerce_numbers_to_str=
         return merge_patches(patch, self.spec)
 
     def _build_env_sources(self) -> list[JsonObject]:
-        """Build the list ``envFrom``. It repeats the store's, as a patch replaces the list."""
-        sources: list[JsonObject] = [
-            {"configMapRef": {"name": STORE, "optional": True}},
-            {"secretRef": {"name": STORE, "optional": True}},
-        ]
+        """Build the items of the list ``envFrom`` for `env_from`."""
+        sources: list[JsonObject] = []
         for source in self.env_from:
             kind, _, name = source.partition("/")
             sources.append({ENV_SOURCES[kind]: {"name": name}})
         return sources
 
-    def _build_container(self, is_accelerated: bool) -> JsonObject:
+    def _build_container(
+        self, is_accelerated: bool, environment_sources: Sequence[JsonObject]
+    ) -> JsonObject:
         """Build what the shortcuts say of a pod's container."""
         container: JsonObject = {}
         variables = dict(self.env)
@@ -280,7 +282,8 @@ class PodSettings(BaseModel, frozen=True, extra="forbid", coerce_numbers_to_str=
         if variables:
             container["env"] = [{"name": name, "value": value} for name, value in variables.items()]
         if self.env_from:
-            container["envFrom"] = self._build_env_sources()
+            # A patch replaces the list, so that it repeats the store's items.
+            container["envFrom"] = [*environment_sources, *self._build_env_sources()]
         # An extended resource has to be a limit, and its request the same.
         if is_accelerated and self.network.rdma:
             amounts = {name: str(count) for name, count in self.network.rdma.items()}

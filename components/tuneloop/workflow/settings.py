@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
+from tuneloop.workflow.credentials import Credentials, PodIdentitySettings, SecretKeys
 from tuneloop.workflow.pod_settings import PodSettings
 from tuneloop.workflow.quantities import parse_resource_quantity
 
@@ -246,6 +247,9 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         pattern=rf"^({SANDBOX_PLACE})$",
         description="where the policy's programs run: process, or URL[#gvisor]",
     )
+    credentials: Credentials = Field(
+        SecretKeys(), description="how pods get credentials for the store (docs/cluster.md)"
+    )
     pod: PodSettings | None = Field(
         None, description="what all pods have besides tuneloop's own (docs/pods.md)"
     )
@@ -255,6 +259,25 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     def _read_empty(cls, value: object) -> object:
         """Read nothing, as in ``--set cluster.queue=``, as an empty text: there is none."""
         return "" if value is None else value
+
+    @model_validator(mode="after")
+    def _check_credentials(self) -> Cluster:
+        """Refuse what the settings of pods say against `credentials`."""
+        if not isinstance(self.credentials, PodIdentitySettings):
+            return self
+        if self.pod:
+            self.credentials.check_pod(self.pod, "pod")
+            self.credentials.check_account(self.pod)
+        for role in ROLES:
+            pod = self.resources(role).pod
+            if pod:
+                self.credentials.check_pod(pod, f"{role}.pod")
+        return self
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of a pod that follow from these settings."""
+        return self.sandbox_environment | self.credentials.environment
 
     @property
     def sandbox_environment(self) -> dict[str, str]:
@@ -277,13 +300,20 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         """Return what a pod of a role requests."""
         return getattr(self, role)
 
+    @property
+    def common_pod_settings(self) -> PodSettings:
+        """What all pods have besides tuneloop's own."""
+        return self.credentials.pod.merge(self.pod)
+
     def pod_settings(self, role: ResourceRole) -> PodSettings:
         """Return what the pods of a role have besides tuneloop's own."""
-        return (self.pod or PodSettings()).merge(self.resources(role).pod)
+        return self.common_pod_settings.merge(self.resources(role).pod)
 
     def build_spec_patch(self, role: ResourceRole) -> JsonObject:
         """Build the patch of the spec of a role's pods; empty where nothing is said of them."""
-        return self.pod_settings(role).build_spec_patch(is_accelerated=role != "cpu")
+        sources = self.credentials.environment_sources
+        settings = self.pod_settings(role)
+        return settings.build_spec_patch(role != "cpu", environment_sources=sources)
 
     def refuse_pod_setting(
         self, role: ResourceRole, path: str, value: object, remedy: str
@@ -304,6 +334,8 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
             field = rest.partition(".")[0].partition("[")[0]
             is_roles = field in getattr(role_settings, name)
         section = f"cluster.{role}.pod" if is_roles else "cluster.pod"
+        if name == "service_account" and value == self.credentials.pod.service_account:
+            section = "cluster.credentials"
         return UserError(f"{section}.{path}", value, remedy)
 
     def check_one_memory_limit(self, role: ResourceRole, runner: str) -> None:
