@@ -176,7 +176,7 @@ def pod_fields(
     }
     variables |= cluster.environment
     settings = cluster.pod_settings(role)
-    credentials = cluster.credentials
+    credentials = cluster.store_credentials
     sources: list[Any] = [ConfigMapEnvFrom(name=credentials.config_map, optional=True)]
     if credentials.secret:
         sources.append(SecretEnvFrom(name=credentials.secret, optional=True))

@@ -58,7 +58,7 @@ def diagnose_argo(
         definition = find_pipeline(pipeline)
         settings: Any = definition.configure(config, sets or ())
         workflow = definition.build(settings)
-        credentials = settings.cluster.credentials
+        credentials = settings.cluster.store_credentials
         check_store(settings, store or "")
     cluster = connect_to_cluster(namespace, context)
     prepared = prepare_workflow(

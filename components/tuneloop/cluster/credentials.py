@@ -13,7 +13,7 @@ from tuneloop.cluster.checks import NOT_CHECKED, OK, REFUSED, WARNING, Check
 from tuneloop.cluster.problems import ABSENT, UNSEEN, apply_manifests, find_object
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store_credentials import AWS_KEYS
-from tuneloop.kube.connection import Connection
+from tuneloop.kube.connection import NAMESPACE, Connection
 from tuneloop.workflow.credentials import PodIdentitySettings, SecretKeys, StoreCredentials
 from tuneloop.workflow.credentials.azure import AzureWorkloadIdentity
 from tuneloop.workflow.credentials.gke import GkeWorkloadIdentity
@@ -87,10 +87,10 @@ def list_accounts(workflow: JsonMapping) -> list[str]:
 def _read_annotations(cluster: Connection, account: str) -> JsonMapping:
     """Read a service account's annotations; empty where there is none, or none to be seen."""
     read = cluster.core.read_namespaced_service_account
-    found = find_object(read, account, cluster.namespace)
-    if found is ABSENT or found is UNSEEN:
+    service_account = find_object(read, account, cluster.namespace)
+    if service_account is ABSENT or service_account is UNSEEN:
         return {}
-    return found.metadata.annotations or {}
+    return service_account.metadata.annotations or {}
 
 
 def _find_identities(cluster: Connection, account: str, kind: str = "") -> Iterator[Check]:
@@ -103,13 +103,16 @@ def _find_identities(cluster: Connection, account: str, kind: str = "") -> Itera
         other: str = section.model_fields["kind"].default
         if not identity or other == kind:
             continue
-        finding = (
-            f"ServiceAccount {account} is set up for cluster.credentials.kind={other} ({identity})"
-        )
-        remedy = f"tuneloop … --set cluster.credentials.kind={other}"
+        setting = f"cluster.credentials.kind={other}"
+        remedy = f"tuneloop … --set {setting}"
+        # Of the other kinds the annotation does not have all that the settings need.
         if issubclass(section, IamRole):
             remedy += f" --set cluster.credentials.role={identity}"
-        yield Check(SUBJECT, WARNING, f"{finding}, which the settings do not say", remedy)
+        finding = (
+            f"ServiceAccount {account} is set up for {setting} ({identity}), "
+            "which the settings do not say"
+        )
+        yield Check(SUBJECT, WARNING, finding, remedy)
 
 
 def _check_identity(
@@ -118,28 +121,36 @@ def _check_identity(
     """Check the service accounts of an identity."""
     kind = credentials.kind
     for account in accounts:
-        annotations = _read_annotations(cluster, account)
-        value = annotations.get(credentials.annotation)
-        command = f"kubectl -n {cluster.namespace} annotate --overwrite serviceaccount {account}"
-        if credentials.identity and value != credentials.identity:
-            finding = f"ServiceAccount {account} has no annotation {credentials.annotation}"
-            if value:
-                finding = (
-                    f"ServiceAccount {account} has {credentials.annotation}={value}, and "
-                    f"cluster.credentials says {credentials.identity}"
-                )
-            remedy = f"{command} {credentials.annotation}={credentials.identity}"
-            yield Check(SUBJECT, REFUSED, f"{kind}: {finding}", remedy)
-        elif credentials.identity:
-            finding = f"{kind}: ServiceAccount {account} has {credentials.annotation}={value}"
-            yield Check(SUBJECT, OK, finding)
+        if credentials.identity:
+            yield _check_annotation(cluster, credentials, account)
         yield from _find_identities(cluster, account, kind)
+        # Trust policies, associations and bindings are objects of the cloud.
         grant = credentials.setup.replace("NAMESPACE", cluster.namespace)
         grant = grant.replace("ACCOUNT", account)
         finding = f"{kind}: not checked: what the cloud gives to ServiceAccount {account}"
         yield Check(SUBJECT, NOT_CHECKED, finding, grant)
     if kind == "eks_pod_identity":
         yield from _check_agent(cluster)
+
+
+def _check_annotation(cluster: Connection, credentials: PodIdentitySettings, account: str) -> Check:
+    """Check that a service account has the identity of the settings."""
+    kind = credentials.kind
+    annotation = credentials.annotation
+    identity = credentials.identity
+    value = _read_annotations(cluster, account).get(annotation)
+    if value == identity:
+        finding = f"{kind}: ServiceAccount {account} has {annotation}={value}"
+        return Check(SUBJECT, OK, finding)
+    finding = f"{kind}: ServiceAccount {account} has no annotation {annotation}"
+    if value:
+        finding = (
+            f"{kind}: ServiceAccount {account} has {annotation}={value}, "
+            f"and cluster.credentials says {identity}"
+        )
+    kubectl = f"kubectl -n {cluster.namespace} annotate --overwrite"
+    remedy = f"{kubectl} serviceaccount {account} {annotation}={identity}"
+    return Check(SUBJECT, REFUSED, finding, remedy)
 
 
 def _check_agent(cluster: Connection) -> Iterator[Check]:
@@ -160,22 +171,22 @@ def _check_route(cluster: Connection, kind: str) -> Iterator[Check]:
         return
     group, version, plural = POLICIES
     list_objects = cluster.custom.list_namespaced_custom_object
-    found = find_object(list_objects, group, version, cluster.namespace, plural)
-    if found is ABSENT or found is UNSEEN:
+    policies = find_object(list_objects, group, version, cluster.namespace, plural)
+    if policies is ABSENT or policies is UNSEEN:
         return
-    policies = [policy["spec"] for policy in found["items"]]
-    policies = [spec for spec in policies if "Egress" in spec.get("policyTypes", ())]
-    rules = [rule for spec in policies for rule in spec.get("egress") or ()]
-    if policies and not any(_allows(rule, address) for rule in rules):
-        file = f"manifests/components/credentials-{kind.replace('_', '-')}/network.yaml"
-        apply = f"kubectl apply -f {file}"
-        if cluster.namespace != "tuneloop":
-            rename = f"sed 's/namespace: tuneloop/namespace: {cluster.namespace}/' {file}"
-            apply = f"{rename} | kubectl apply -f -"
-        finding = (
-            f"{kind}: the network policies let no pod reach {address}, which gives credentials"
-        )
-        yield Check(SUBJECT, REFUSED, finding, apply)
+    specs = [policy["spec"] for policy in policies["items"]]
+    # Without a policy of egress everything can be reached.
+    specs = [spec for spec in specs if "Egress" in spec.get("policyTypes", ())]
+    rules = [rule for spec in specs for rule in spec.get("egress") or ()]
+    if not specs or any(_allows(rule, address) for rule in rules):
+        return
+    file = f"manifests/components/credentials-{kind.replace('_', '-')}/network.yaml"
+    remedy = f"kubectl apply -f {file}"
+    if cluster.namespace != NAMESPACE:
+        rename = f"sed 's/namespace: {NAMESPACE}/namespace: {cluster.namespace}/' {file}"
+        remedy = f"{rename} | kubectl apply -f -"
+    finding = f"{kind}: the network policies let no pod reach {address}, which gives credentials"
+    yield Check(SUBJECT, REFUSED, finding, remedy)
 
 
 def _allows(rule: JsonMapping, address: str) -> bool:
@@ -211,8 +222,9 @@ def _check_keys(cluster: Connection, name: str, apply: str, missing: str) -> Ite
         f"{kubectl} create secret generic {name} {literals} --dry-run=client -o yaml"
         " | kubectl apply -f -"
     )
-    config_map: Any = find_object(cluster.core.read_namespaced_config_map, name, cluster.namespace)
-    secret: Any = find_object(cluster.core.read_namespaced_secret, name, cluster.namespace)
+    core = cluster.core
+    config_map: Any = find_object(core.read_namespaced_config_map, name, cluster.namespace)
+    secret: Any = find_object(core.read_namespaced_secret, name, cluster.namespace)
     objects = (
         # A ConfigMap without a key may be meant so: the store may not need all of them.
         ("ConfigMap", config_map, PLAIN, WARNING, edit_config_map),
@@ -223,15 +235,7 @@ def _check_keys(cluster: Connection, name: str, apply: str, missing: str) -> Ite
             finding = f"{kind} {name} is missing in namespace {cluster.namespace}"
             yield Check(SUBJECT, missing, finding, apply)
         elif item is not UNSEEN:
-            lacking = [key for key in keys if key not in (item.data or {})]
-            if lacking:
-                finding = f"{kind} {name} lacks {', '.join(lacking)}"
-                yield Check(SUBJECT, outcome, finding, command)
-            else:
-                temporary = ""
-                if kind == "Secret" and SESSION_TOKEN in item.data:
-                    temporary = f", {SESSION_TOKEN} (these keys expire, and the run with them)"
-                yield Check(SUBJECT, OK, f"{kind} {name}: {', '.join(keys)}{temporary}")
+            yield _check_data(f"{kind} {name}", item.data or {}, keys, outcome, command)
     if ABSENT in (config_map, secret) or UNSEEN in (config_map, secret):
         return
     for key in sorted(set(config_map.data or ()) & set(secret.data or ())):
@@ -243,3 +247,24 @@ def _check_keys(cluster: Connection, name: str, apply: str, missing: str) -> Ite
             f"{key} is in both, ConfigMap and Secret {name}: keep it in one",
             f"{kubectl} patch configmap {name} --type=json -p '{patch}'",
         )
+
+
+def _check_data(
+    title: str, data: JsonMapping, keys: Sequence[str], outcome: str, command: str
+) -> Check:
+    """Check the keys of a ConfigMap or a Secret.
+
+    Args:
+        title: kind and name of the object.
+        data: of the object.
+        keys: that it should have.
+        outcome: where it lacks one.
+        command: that mends it.
+    """
+    lacking = [key for key in keys if key not in data]
+    if lacking:
+        return Check(SUBJECT, outcome, f"{title} lacks {', '.join(lacking)}", command)
+    finding = f"{title}: {', '.join(keys)}"
+    if SESSION_TOKEN in data:
+        finding += f", {SESSION_TOKEN} (these keys expire, and the run with them)"
+    return Check(SUBJECT, OK, finding)

@@ -280,7 +280,9 @@ def describe_variants(
 ) -> Section:
     """Describe a section that is one of several classes. Settings that only the class of third
     parties' kinds (`PLUGIN`) has are left out."""
-    default = read_kind(info.get_default(call_default_factory=True))
+    default_section = info.get_default(call_default_factory=True)
+    # A section that is left out stands for its first kind.
+    default = read_kind(default_section) or next(iter(variants))
     # A default that differs between kinds is that of the kind which a run has by default.
     kinds = sorted(variants, key=lambda kind: kind != default)
     sections = {kind: describe_class(variants[kind], key) for kind in kinds}
@@ -295,7 +297,8 @@ def describe_variants(
     items: list[Setting | Section] = [Setting(f"{key}.{KIND}", default, "; ".join(meanings))]
     items += [item for item in merged.items if item.name != KIND]
     text = info.description or get_summary(variants[default])
-    return Section(key, text, tuple(items))
+    is_left_out = is_optional(info) and default_section is None
+    return Section(key, text, tuple(items), optional_default="null" if is_left_out else None)
 
 
 def merge_sections(sections: Mapping[str, Section]) -> Section:

@@ -198,4 +198,4 @@ def check_store(settings: BaseModel, store: str) -> None:
         store: URL of the run's store.
     """
     if isinstance(settings, PipelineConfig):
-        settings.cluster.credentials.check_store(store)
+        settings.cluster.store_credentials.check_store(store)

@@ -127,6 +127,7 @@ def has_credentials(scheme: str) -> bool:
         variables = identity.variables
         if identity.scheme == scheme and variables and all(map(os.environ.get, variables)):
             return True
+    # Keys that somebody has set, in the environment or in the file of a cloud's own program.
     if scheme == "s3":
         return "AWS_ACCESS_KEY_ID" in os.environ
     if scheme == "gs":
@@ -140,7 +141,8 @@ def check_pod_identity(scheme: str) -> None:
     """Check that a pod has what its kind of credentials needs to open stores of a scheme.
 
     Raises:
-        UserError: the cloud has set nothing in the pod, or it has keys besides, or a token is none.
+        UserError: the cloud has set nothing in the pod, or it has keys besides, or its token is
+            none.
     """
     path = os.environ.get(AGENT_TOKEN, "")
     if scheme == "s3" and os.path.isfile(path):
@@ -158,8 +160,8 @@ def check_pod_identity(scheme: str) -> None:
     for name in identity.keys:
         if os.environ.get(name):
             remedy = (
-                f"{name} is set in the pod, and would be used instead: remove it from the ConfigMap "
-                "tuneloop-store or from what sets it, or set cluster.credentials=secret"
+                f"{name} is set in the pod, and would be used instead: remove it from the "
+                "ConfigMap tuneloop-store or from what sets it, or set cluster.credentials=secret"
             )
             raise UserError("cluster.credentials", kind, remedy)
     for name in identity.variables:
@@ -194,9 +196,11 @@ def find_credential_fault(error: BaseException, answer: str) -> CredentialFault 
     identity = _find_source(text)
     if identity is None:
         return None
+    # Nothing was asked: the cloud has not given the pod a token.
     if "token file" in text:
         reason = f"the pod has no token for {identity.source} ({answer}); {identity.setup}"
         return CredentialFault(reason, is_final=True)
+    # A service that does not answer has no status, and may be there later.
     match = STATUS.search(text)
     code = int(match["code"]) if match else 0
     is_refused = 400 <= code < 500 and code not in (408, 429) and answer not in PASSING

@@ -99,7 +99,7 @@ def check_kfp(
     is_on_volume = any(source.startswith("pvc/") for source in volumes.values())
     store_checks = check_credentials(
         cluster,
-        settings.cluster.credentials if settings else SecretKeys(),
+        settings.cluster.store_credentials if settings else SecretKeys(),
         [RUN_ACCOUNT],
         overlay="kfp",
         missing=WARNING if is_on_volume else REFUSED,

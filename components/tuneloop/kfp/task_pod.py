@@ -94,7 +94,7 @@ def _give_secrets(task: dsl.PipelineTask, cluster: Cluster) -> None:
         kubernetes.mount_pvc(task, cluster.claim, CLAIM)
     # No variable is read from both: KFP's patch would merge two of one name into one with two
     # sources, which Kubernetes refuses.
-    credentials = cluster.credentials
+    credentials = cluster.store_credentials
     plain = {key: key for key in PLAIN if key not in credentials.environment}
     kubernetes.use_config_map_as_env(task, credentials.config_map, plain, optional=True)
     if credentials.secret:

@@ -17,7 +17,12 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
-from tuneloop.workflow.credentials import Credentials, PodIdentitySettings, SecretKeys
+from tuneloop.workflow.credentials import (
+    Credentials,
+    PodIdentitySettings,
+    SecretKeys,
+    StoreCredentials,
+)
 from tuneloop.workflow.pod_settings import PodSettings
 from tuneloop.workflow.quantities import parse_resource_quantity
 
@@ -248,7 +253,7 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         description="where the policy's programs run: process, or URL[#gvisor]",
     )
     credentials: Credentials = Field(
-        SecretKeys(), description="how pods get credentials for the store (docs/cluster.md)"
+        None, description="how pods get credentials for the store (docs/cluster.md)"
     )
     pod: PodSettings | None = Field(
         None, description="what all pods have besides tuneloop's own (docs/pods.md)"
@@ -263,21 +268,27 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     @model_validator(mode="after")
     def _check_credentials(self) -> Cluster:
         """Refuse what the settings of pods say against `credentials`."""
-        if not isinstance(self.credentials, PodIdentitySettings):
+        credentials = self.store_credentials
+        if not isinstance(credentials, PodIdentitySettings):
             return self
         if self.pod:
-            self.credentials.check_pod(self.pod, "pod")
-            self.credentials.check_account(self.pod)
+            credentials.check_pod(self.pod, "pod")
+            credentials.check_account(self.pod)
         for role in ROLES:
             pod = self.resources(role).pod
             if pod:
-                self.credentials.check_pod(pod, f"{role}.pod")
+                credentials.check_pod(pod, f"{role}.pod")
         return self
+
+    @property
+    def store_credentials(self) -> StoreCredentials:
+        """How pods get credentials for the store: the section `credentials`, or its default."""
+        return self.credentials or SecretKeys()
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables of a pod that follow from these settings."""
-        return self.sandbox_environment | self.credentials.environment
+        return self.sandbox_environment | self.store_credentials.environment
 
     @property
     def sandbox_environment(self) -> dict[str, str]:
@@ -303,7 +314,7 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     @property
     def common_pod_settings(self) -> PodSettings:
         """What all pods have besides tuneloop's own."""
-        return self.credentials.pod.merge(self.pod)
+        return self.store_credentials.pod.merge(self.pod)
 
     def pod_settings(self, role: ResourceRole) -> PodSettings:
         """Return what the pods of a role have besides tuneloop's own."""
@@ -311,7 +322,7 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
 
     def build_spec_patch(self, role: ResourceRole) -> JsonObject:
         """Build the patch of the spec of a role's pods; empty where nothing is said of them."""
-        sources = self.credentials.environment_sources
+        sources = self.store_credentials.environment_sources
         settings = self.pod_settings(role)
         return settings.build_spec_patch(role != "cpu", environment_sources=sources)
 
@@ -334,7 +345,7 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
             field = rest.partition(".")[0].partition("[")[0]
             is_roles = field in getattr(role_settings, name)
         section = f"cluster.{role}.pod" if is_roles else "cluster.pod"
-        if name == "service_account" and value == self.credentials.pod.service_account:
+        if name == "service_account" and value == self.store_credentials.pod.service_account:
             section = "cluster.credentials"
         return UserError(f"{section}.{path}", value, remedy)
 

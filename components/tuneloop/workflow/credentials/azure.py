@@ -29,13 +29,9 @@ class AzureWorkloadIdentity(PodIdentitySettings):
     tenant_id: str = Field(pattern=UUID, description="its tenant")
     storage_account: str = Field(
         "",
-        description="AZURE_STORAGE_ACCOUNT_NAME of the pods; empty: what the ConfigMap tuneloop-store "
-        "sets",
+        description="AZURE_STORAGE_ACCOUNT_NAME of the pods; empty: what the ConfigMap "
+        "tuneloop-store sets",
     )
-
-    @property
-    def identity(self) -> str:
-        return self.client_id
 
     @property
     def environment(self) -> dict[str, str]:
@@ -48,6 +44,7 @@ class AzureWorkloadIdentity(PodIdentitySettings):
 
     @property
     def pod(self) -> PodSettings:
+        # Without the label the webhook leaves a pod as it is.
         return PodSettings(
             service_account=self.service_account,
             labels={"azure.workload.identity/use": "true"},

@@ -84,10 +84,13 @@ class PodIdentitySettings(StoreCredentials):
 
     def check_store(self, url: str) -> None:
         scheme = url.partition("://")[0]
-        if scheme in {identity.scheme for identity in IDENTITIES.values()} - {self.scheme}:
+        cloud_schemes = {identity.scheme for identity in IDENTITIES.values()}
+        # A path on a claim needs no credentials.
+        if scheme in cloud_schemes - {self.scheme}:
             remedy = (
-                f"is a store of another cloud than cluster.credentials.kind={self.kind}, which opens "
-                f"{self.scheme}:// alone: choose another kind, or {self.scheme}://BUCKET/PREFIX"
+                f"is a store of another cloud than cluster.credentials.kind={self.kind}, which "
+                f"opens {self.scheme}:// alone: choose another kind, or "
+                f"{self.scheme}://BUCKET/PREFIX"
             )
             raise UserError("store", url, remedy)
 
@@ -103,13 +106,15 @@ class PodIdentitySettings(StoreCredentials):
     def check_pod(self, pod: PodSettings, section: str) -> None:
         """Raise UserError if the settings of pods in a section have keys of the same cloud."""
         variables = set(pod.env)
+        # A patch of a container may set them as well as the shortcut.
         for container in pod.spec.get("containers") or ():
             variables |= {variable["name"] for variable in container.get("env") or ()}
         keys = sorted(variables & set(IDENTITIES[self.kind].keys))
         if keys:
             remedy = (
-                f"is a key, and would open the store in place of cluster.credentials.kind={self.kind}: "
-                "leave it out, or set cluster.credentials=secret"
+                "is a key, and would open the store in place of "
+                f"cluster.credentials.kind={self.kind}: leave it out, or set "
+                "cluster.credentials=secret"
             )
             # A key's value is for nobody's log.
             raise UserError(f"{section}.env", keys[0], remedy)

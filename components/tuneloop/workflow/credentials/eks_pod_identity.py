@@ -1,5 +1,5 @@
-"""EKS Pod Identity: an agent on the node gives out the keys of the role that EKS associates with the
-pod's account.
+"""EKS Pod Identity: an agent on the node gives out the keys of the role that EKS associates with
+the pod's account.
 
 EKS sets AWS_CONTAINER_CREDENTIALS_FULL_URI and AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE in pods of an
 account with an association, of which the cluster itself knows nothing.

@@ -1,5 +1,5 @@
-"""Workload Identity Federation of Google Kubernetes Engine: the metadata server on the node gives the
-pod a token of its account.
+"""Workload Identity Federation of Google Kubernetes Engine: the metadata server on the node gives
+the pod a token of its account.
 
 Without the annotation the account itself is the principal, and has roles on the bucket.
 https://cloud.google.com/kubernetes-engine/docs/how-to/workload-identity

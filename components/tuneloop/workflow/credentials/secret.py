@@ -15,8 +15,8 @@ class SecretKeys(StoreCredentials):
     name: str = Field(
         STORE,
         min_length=1,
-        description="the ConfigMap and the Secret, of which either may be missing: AWS_ACCESS_KEY_ID, "
-        "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, …",
+        description="the ConfigMap and the Secret, of which either may be missing: "
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, …",
     )
 
     @property
