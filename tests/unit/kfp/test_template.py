@@ -28,6 +28,26 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return build
 
 
+def test_pods_of_an_identity_read_no_secret(compiled: Any) -> None:
+    """A run's account is said when it is started."""
+    identity = "{kind: irsa, role: 'arn:aws:iam::123456789012:role/t', region: eu-central-1}"
+    spec, pods = compiled("sft", f"cluster.credentials={identity}")
+    for name, pod in pods.items():
+        assert not pod.get("secretAsEnv"), name
+        # AWS_REGION has one source.
+        (store,) = pod["configMapAsEnv"]
+        assert [each["envVar"] for each in store["keyToEnv"]] == ["AWS_ENDPOINT_URL"]
+        container = spec["deploymentSpec"]["executors"][name]["container"]
+        variables = {each["name"]: each.get("value") for each in container["env"]}
+        assert variables["TUNELOOP_CREDENTIALS"] == "irsa"
+        assert variables["AWS_REGION"] == "eu-central-1"
+    account = f"{identity[:-1]}, service_account: stores}}"
+    with pytest.raises(
+        UserError, match=r"^cluster.credentials.service_account: 'stores': a run of"
+    ):
+        compiled("sft", f"cluster.credentials={account}")
+
+
 def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
     keys = [
         "cluster.trainer={gpus: 2, shm: 8Gi, node_selector: {gpu: h100}}",
@@ -60,7 +80,7 @@ def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
         assert pod["securityContext"]["runAsNonRoot"] is True, name
         assert pod["secretAsEnv"][0]["optional"] is True, name
         sources = [*pod["secretAsEnv"][0]["keyToEnv"], *pod["configMapAsEnv"][0]["keyToEnv"]]
-        assert len({each["envVar"] for each in sources}) == len(sources) == 4, (
+        assert len({each["envVar"] for each in sources}) == len(sources) == 8, (
             "one variable, one source"
         )
     container = spec["deploymentSpec"]["executors"]["exec-sft"]["container"]
