@@ -17,10 +17,10 @@ from tuneloop.cli.inspect import print_json
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.client import check_kfp_is_installed
 from tuneloop.kube.connection import Connection, connect_to_cluster
-from tuneloop.workflow.credentials import StoreCredentials
 
 if TYPE_CHECKING:
     from tuneloop.cluster.doctor import Check
+    from tuneloop.workflow.credentials import StoreCredentials
 
 PIPELINE = Annotated[
     str | None,
@@ -53,7 +53,7 @@ def diagnose_argo(
 
     _check_settings(pipeline, config, sets)
     workflow = describe_queued_stage()
-    credentials: StoreCredentials | None = None
+    credentials: "StoreCredentials | None" = None
     if pipeline:
         definition = find_pipeline(pipeline)
         settings: Any = definition.configure(config, sets or ())
