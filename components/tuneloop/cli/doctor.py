@@ -53,7 +53,7 @@ def diagnose_argo(
 
     _check_settings(pipeline, config, sets)
     workflow = describe_queued_stage()
-    credentials: "StoreCredentials | None" = None
+    credentials: StoreCredentials | None = None
     if pipeline:
         definition = find_pipeline(pipeline)
         settings: Any = definition.configure(config, sets or ())
