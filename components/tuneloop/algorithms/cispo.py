@@ -14,7 +14,7 @@ class Algorithm(grpo.Algorithm):
     arXiv 2510.13786, takes 5), and nothing bounds it below: `epsilon` and `delta` have no effect.
     """
 
-    epsilon_high: float | None = Field(5.0, gt=0, description="bounds the ratio")
+    epsilon_high: float = Field(5.0, gt=0, description="bounds the ratio")
     loss_agg_mode: _terms.Aggregation = "token-mean"
 
     def surrogate(self, ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import ApiRefusal, Connection
-from tuneloop.workflow.pod_settings import RESTRICTED_CONTAINER, RESTRICTED_POD
+from tuneloop.workflow.pod_settings import OPENSHIFT_POD, RESTRICTED_CONTAINER
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 GROUP = "kueue.x-k8s.io"
@@ -79,7 +79,8 @@ def _build_probe(queue: str) -> JsonObject:
         "metadata": {"generateName": "tuneloop-probe-", "labels": {QUEUE_LABEL: queue}},
         "spec": {
             "containers": [container],
-            "securityContext": RESTRICTED_POD,
+            # It names no user: OpenShift refuses any but those of the namespace.
+            "securityContext": OPENSHIFT_POD,
             "restartPolicy": "Never",
             "automountServiceAccountToken": False,
         },

@@ -8,6 +8,7 @@ gets zeros and no error. `config/model_facts.py` and `planning/` read the direct
 `tests/unit/planning/test_model_references.py` tests it.
 """
 
+import contextlib
 import functools
 import os
 import shutil
@@ -24,9 +25,12 @@ from tuneloop.formats.stored_models import FIELD, RUN, StoredModel, open_model
 from tuneloop.weights.layout import build_blame, parse_header
 
 PREVIEWS = "previews"
-"""The directory of previews below the cache (`core/cache.py`). A preview is made once for a digest
-and kept: after a change of what is read, those of earlier releases are still used, so give it
-another name then."""
+"""The directory of previews below the cache (`core/cache.py`). A preview is made once for a digest:
+after a change of what is read, those of earlier releases are still used, so give it another name
+then."""
+KEPT = 64
+"""The previews that are kept, those used last. The limit of the cache does not count them: a file of
+weights is a hole that is as long as the weights."""
 READ = (".json", ".jinja")
 """Ends of the names of files that are copied whole. Of ``.safetensors`` the header is copied; of
 all other files only the name and the size."""
@@ -101,8 +105,11 @@ def write_preview(model: StoredModel) -> Path:
     name = model.digest.removeprefix(f"{DIGEST}:")
     directory = cache.open_directory(PREVIEWS) / name
     if directory.is_dir():
+        # From now on it is the most recently used one.
+        os.utime(directory)
         return directory
     directory.parent.mkdir(exist_ok=True)
+    _delete_old_previews(directory.parent)
     partial = Path(tempfile.mkdtemp(prefix=f".{name[:8]}-", dir=directory.parent))
     write = functools.partial(_write_file, model, partial)
     try:
@@ -117,6 +124,18 @@ def write_preview(model: StoredModel) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return directory
+
+
+def _delete_old_previews(directory: Path) -> None:
+    """Delete all previews but those used last, with what killed processes have left."""
+    by_use: list[tuple[float, Path]] = []
+    for preview in directory.iterdir():
+        # Another process may delete it meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            by_use.append((preview.stat().st_mtime, preview))
+    # The one that is written next makes the number whole.
+    for _, preview in sorted(by_use)[: 1 - KEPT]:
+        shutil.rmtree(preview, ignore_errors=True)
 
 
 def _write_file(model: StoredModel, directory: Path, name: str) -> None:

@@ -33,8 +33,8 @@ LIMIT = "TUNELOOP_CACHE_BYTES"
 that is free without it)."""
 PREFIX = "sha256-"
 """Prefix of the directories of artifacts, as `open_directory` makes it of a digest ``sha256:…``.
-Only what has it counts against `LIMIT` and is deleted: a directory of another name, as
-`config/stored_facts.py: PREVIEWS`, stays for ever."""
+Only what has it counts against `LIMIT` and is deleted here: `config/stored_facts.py: PREVIEWS`
+has a limit of its own."""
 
 
 def open_directory(digest: str) -> Path:

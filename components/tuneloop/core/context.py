@@ -93,7 +93,7 @@ class Stage(Generic[StageParams]):
         barrier: waits for all ranks; the trainer replaces it once a process group exists.
         stopping: whether SIGTERM or SIGINT has arrived.
         later: the work that `commit_later` defers; it is called with the manifest committed at
-            `out_url`. There is one: a second call of `commit_later` takes its place.
+            `out_url`.
         tracked: the parameters by which a committed output is recognized as this stage's own.
         inputs: name → reference.
     """
@@ -225,6 +225,7 @@ class Stage(Generic[StageParams]):
                 done.
             fields: of the manifest, such as ``kind`` and ``facts``.
         """
+        assert self.later is None, "commit_later is called once"
         draft = Draft(f"{self.out_url}/{name}", attempt=self.attempt)
         if self.world_size > 1:
             write(draft.path)

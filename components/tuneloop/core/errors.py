@@ -180,6 +180,16 @@ def name_disk_errors(*places: Path) -> Iterator[None]:
         raise
 
 
+def list_chain(error: BaseException | None) -> list[BaseException]:
+    """List an error, the one that it was raised from or beside, and so on."""
+    chain: list[BaseException] = []
+    # Errors may refer to one another in a circle.
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
 def print_diagnostic(line: str, code: int, replace: bool = True) -> int:
     """Print one line on standard error, and return its exit code, `code`.
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from tuneloop.core.errors import list_chain
+
 POLL_S = 0.2
 """Seconds between two calls of `check` while a request waits."""
 CONNECT_S = 10.0
@@ -155,9 +157,7 @@ async def _send(
         events.put(Unanswered(f"{type(error).__name__}: not a byte in {timeout_s:g} s"))
     except httpx2.HTTPError as error:
         # httpx's own message often is empty: the system's error is at the end of the chain.
-        root: BaseException = error
-        while cause := root.__cause__ or root.__context__:
-            root = cause
+        root = list_chain(error)[-1]
         events.put(Unanswered(f"{type(root).__name__}: {root}"))
     except Exception as error:
         events.put(error)

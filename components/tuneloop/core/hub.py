@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError, list_chain
 
 # These are names of classes: several clients may be installed, and none is imported here.
 AWAY = re.compile("Connect(ion)?Error|Connector(DNS)?Error|Disconnected|NameResolution|gaierror")
@@ -58,18 +58,14 @@ def explain_refusal(error: BaseException | None) -> str | None:
         None where they say nothing of it.
     """
     reasons: list[str] = []
-    errors_read: set[int] = set()
-    # Errors may refer to one another in a circle.
-    while error is not None and id(error) not in errors_read:
-        errors_read.add(id(error))
-        class_names = [kind.__name__ for kind in type(error).__mro__]
+    for link in list_chain(error):
+        class_names = [kind.__name__ for kind in type(link).__mro__]
         reasons += [REFUSALS[name] for name in class_names if name in REFUSALS]
-        if "gated dataset" in str(error):
+        if "gated dataset" in str(link):
             reasons.append(REFUSALS["GatedRepoError"])
-        status = getattr(getattr(error, "response", None), "status_code", None)
+        status = getattr(getattr(link, "response", None), "status_code", None)
         if status in STATUSES:
             reasons.append(STATUSES[status])
-        error = error.__cause__ or error.__context__
     # The clients raise an error for what is missing while they handle the one that says why.
     ordered = list(REFUSALS.values()) + list(STATUSES.values())
     return min(reasons, key=ordered.index, default=None)
@@ -112,10 +108,9 @@ def is_hub_name(text: str) -> bool:
 
 def is_unreachable(error: BaseException | None) -> bool:
     """Return whether a failed connection is among an error and its causes."""
-    while error:
-        if isinstance(error, ConnectionError | TimeoutError) or AWAY.search(type(error).__name__):
+    for link in list_chain(error):
+        if isinstance(link, ConnectionError | TimeoutError) or AWAY.search(type(link).__name__):
             return True
-        if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        if isinstance(link, OSError) and link.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
             return True
-        error = error.__cause__ or error.__context__
     return False

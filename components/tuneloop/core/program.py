@@ -106,7 +106,7 @@ def parse_arguments(
 
     Returns:
         The values that were passed, by name. An empty text counts as not passed, since workflows
-        pass it for what is absent: no flag can set a parameter to ``""``.
+        pass it for what is absent, unless the parameter's default is a text.
 
     Raises UserError if a flag is unknown, missing or incomplete.
     """
@@ -139,8 +139,10 @@ def parse_arguments(
             help=text,
         )
     values = vars(parser.parse_args(argv))
-    # A workflow passes "" for what is absent.
-    return {name: value for name, value in values.items() if value not in (None, "")}
+    # A workflow passes "" for what is absent: an input, or a parameter whose default is no text.
+    texts = {name for name, field in fields.items() if isinstance(field.default, str)}
+    absent = {name: (None,) if name in texts else (None, "") for name in values}
+    return {name: value for name, value in values.items() if value not in absent[name]}
 
 
 def write_outputs(values: JsonMapping) -> None:

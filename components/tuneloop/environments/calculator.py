@@ -5,6 +5,7 @@ The policy writes ``<tool_call>{"name": "calculator", "arguments": {"expression"
 """
 
 import ast
+import math
 import operator
 from collections.abc import Callable
 from fractions import Fraction
@@ -85,6 +86,8 @@ def _compute(node: ast.expr) -> Fraction:
         case ast.Constant(value=bool() | complex()):
             pass
         case ast.Constant(value=int() | float() as number):
+            if math.isinf(number):
+                raise ValueError("has a number that is too large")
             # The text of a float has the digits that the policy wrote; its bits do not.
             return Fraction(str(number))
         case ast.UnaryOp(op=ast.USub(), operand=operand):

@@ -60,13 +60,14 @@ class Python:
         """Run the programs of a turn in their order."""
         calls = parse_tool_calls(turn)
         self.remaining_s = self.limits.seconds
-        replies = [self._answer_call(call) for call in calls]
-        escape = next((reply.escape for reply in replies if reply.escape), "")
-        return Reply(
-            "\n".join(reply.text for reply in replies),
-            done=not calls or bool(escape),
-            escape=escape,
-        )
+        texts: list[str] = []
+        for call in calls:
+            reply = self._answer_call(call)
+            # The episode is over: no further program runs.
+            if reply.escape:
+                return replace(reply, done=True)
+            texts.append(reply.text)
+        return Reply("\n".join(texts), done=not calls)
 
     def _answer_call(self, call: Call) -> Reply:
         if call.problem:

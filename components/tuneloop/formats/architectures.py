@@ -13,10 +13,8 @@ from typing import Any
 FLASH = "flash_attention_2"
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """Kinds of layers that transformers keeps from looking into another document of a packed row. Any
-other kind of a model's ``layer_types`` counts as recurrent, and ``packing=packed`` is refused. The
-kernels for packed rows have a list of their own, by which ``packing=auto`` chooses
-(`training/fsdp/attention.py: LAYERS`): a kind that is added here may belong there, too."""
-
+other kind of a model's ``layer_types`` counts as recurrent, and its rows are not packed. The
+kernels for packed rows lack some of these (`training/fsdp/attention.py: LAYERS`)."""
 
 UNBOUNDED = 1 << 30
 """The context of a model whose configuration names none, in tokens."""
@@ -38,7 +36,7 @@ def find_model_class(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except (KeyError, OSError, ValueError):
+    except (ImportError, KeyError, OSError, ValueError):
         # Whoever loads the model says what is wrong with it.
         return None
 
@@ -66,10 +64,16 @@ def supports_attention(model_class: Any, name: str) -> bool:
     return True
 
 
-def find_recurrent_layers(config: Any) -> list[str]:
+def find_recurrent_layers(directory: Path) -> list[str]:
     """Find the kinds of layers with a state that goes from token to token: linear attention,
     convolutions.
 
     In a packed row such a state would go on from one document into the next."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or []
-    return sorted(set(kinds) - ATTENTION_LAYERS)
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True).get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    # Older configurations, as Mamba's, name no kinds of layers.
+    if not kinds and getattr(find_model_class(directory), "_is_stateful", False):
+        kinds = {"recurrent"}
+    return sorted(kinds)

@@ -84,8 +84,8 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A seed that torch's generators accept."""
 FinishReason = Literal["stop", "length", "abort"]
 """Why sampling ended: at a stop token; at the limit of tokens, which `Sample.truncated` and
-`Rounds` ask for; or by the engine, after which `endpoint` samples again. Another word is an error,
-such as vLLM's own `error` and `repetition`. The protocol of servers has the same words
+`Rounds` ask for; or by the engine, after which its clients sample again. An engine's other words,
+as vLLM's `error` and `repetition`, are an `abort`. The protocol of servers has the same words
 (`extensions/fleets/conformance.py`)."""
 
 

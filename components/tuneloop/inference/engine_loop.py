@@ -216,9 +216,12 @@ class EngineLoop(threading.Thread):
                         prompt_logprobs=prompt_logprobs,
                         stream=stream,
                     )
-        except ValueError as error:
+        except Exception as error:
+            # What was submitted has no ticket, so that its completions could not be emitted.
             self.engine.abort(ticket.keys)
-            raise Refused(400, f"request {i}: {error}") from error
+            if isinstance(error, ValueError):
+                raise Refused(400, f"request {i}: {error}") from error
+            raise
         self._tickets[ticket.number] = ticket
         return ticket
 

@@ -14,13 +14,12 @@ the loop to load and to verify. The tests are `tests/unit/inference/test_follow.
 
 import os
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError, print_diagnostic
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store
 from tuneloop.core.wording import format_count
@@ -97,7 +96,7 @@ class Follower(threading.Thread):
                 is_expected = isinstance(error, UserError | Retryable | Refused)
                 trouble = str(error) if is_expected else f"{type(error).__name__}: {error}"
                 if trouble != self.trouble:
-                    _print_event(trouble)
+                    print_diagnostic(f"serve: {trouble}", 0)
                 self.trouble = trouble
             self._announce()
             self._wake.wait(self.poll_s)
@@ -167,7 +166,8 @@ class Follower(threading.Thread):
             live.announce_version(self.store, self._name, version)
         except (UserError, Retryable) as error:
             remedy = f"pin version {version} where versions are dropped (tuneloop weights gc --pin)"
-            _print_event(f"cannot announce the served version ({error}); {remedy}")
+            line = f"serve: cannot announce the served version ({error}); {remedy}"
+            print_diagnostic(line, 0)
 
     def _pull(self, version: int, *, force: bool = False) -> None:
         """Fetch a version, and change to it. `force`: also if it is served, from a full version."""
@@ -244,10 +244,6 @@ def prove_tensors(engine: ServedEngine, model: Path) -> Readback:
             count = f"{len(names)} of {format_count(comparison.tensors, 'tensor')}"
             raise RuntimeError(f"{count} {problem}, {names[0]} among them")
     return comparison
-
-
-def _print_event(line: str) -> None:
-    print(f"serve: {line}", file=sys.stderr, flush=True)
 
 
 def _describe_pull(

@@ -13,9 +13,10 @@ neither option, a client has to load a version.
 Exit codes: 0 after SIGTERM, 2 a user's mistake, 70 too many starts without an answer, 75 no store,
 or a failed engine.
 
-A request needs a token of the file that ``TUNELOOP_TOKEN_FILE`` names, if it names one. Argo's and
-KFP's graphs start it as a pod (`argo/template.py`, `kfp/rollout_server.py`), and the gateway for
-its sessions. Its options are thereby in rendered workflows: one may be added, with a default.
+A request needs a token of the file that ``TUNELOOP_TOKEN_FILE`` names, if it names one. Argo's
+graphs start it as a pod (`argo/template.py`), KFP's as a process of the task of iterations
+(`kfp/rollout_server.py`), and the gateway for its sessions. Its options are thereby in rendered
+workflows: one may be added, with a default.
 """
 
 import argparse

@@ -54,7 +54,7 @@ from tuneloop.data.tables import (
 )
 from tuneloop.formats.chat_forms import Reasoning
 from tuneloop.formats.conversations import History
-from tuneloop.formats.too_long import TooLong
+from tuneloop.formats.too_long import DROP_AT_MOST, TooLong
 from tuneloop.rewards.scoring import parse_spec
 
 
@@ -105,7 +105,7 @@ class DataOptions(Options):
         "drop", description="rows whose gold answer their reward rejects: drop, or refuse"
     )
     drop_at_most: float = Field(
-        0.01, ge=0, le=1, description="share of the rows that may be dropped so"
+        DROP_AT_MOST, ge=0, le=1, description="share of the rows that may be dropped so"
     )
     chat: bool = Field(False, description="make a plain prompt the user message of a chat")
     system: str | None = Field(None, description="system message of every chat")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from tuneloop.algorithms import _terms, cispo, dapo, dr_grpo, grpo, gspo, reinforce_plus_plus, rloo
 from tuneloop.algorithms._objective import Completions, PolicyGradient, Tokens
@@ -140,6 +141,12 @@ def test_clipping(ratio, advantage, loss, slope):
 
 def test_two_sided_clipping():
     assert gradient(5.0, -1.0, delta=3.0) == pytest.approx((3.0, 0.0))
+
+
+def test_cispo_has_a_bound():
+    """Null means "as epsilon" to the others, which cispo does not have."""
+    with pytest.raises(ValidationError, match="epsilon_high"):
+        cispo.Algorithm(epsilon_high=None)
 
 
 def test_cispo_keeps_the_gradient_of_a_clipped_token():

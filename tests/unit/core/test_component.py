@@ -131,6 +131,41 @@ def test_options_that_stages_share_are_flags_of_their_own(
     assert "shares.rate: '0': has to be greater than 0" in capsys.readouterr().err
 
 
+def test_an_empty_text_takes_the_place_of_another_text_alone(tmp_path: Path) -> None:
+    """Workflows pass it for an input, an address or a number that is absent."""
+
+    @component("thing")
+    def names(
+        stage: Stage,
+        source: OptionalInput,
+        *,
+        label: str = "x",
+        endpoint: str | None = None,
+        iteration: int = 3,
+    ) -> None:
+        """Write nothing."""
+
+    flags = ["--thing", f"{tmp_path}/a", "--source", "", "--label", ""]
+    assert names.run([*flags, "--endpoint", "", "--iteration", ""]) == 0
+    manifest = Artifact(f"{tmp_path}/a").manifest
+    assert manifest.params == {"label": "", "endpoint": None, "iteration": 3}
+    assert not manifest.inputs
+
+
+def test_a_stage_commits_one_artifact_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @component("thing")
+    def twice(stage: Stage) -> None:
+        """Defer two artifacts."""
+        for name in ("state", "aside"):
+            stage.commit_later(name, lambda path: None, kind="state")
+
+    assert twice.run(["--thing", f"{tmp_path}/a"]) == 1
+    assert "commit_later is called once" in capsys.readouterr().err
+    assert not (tmp_path / "a" / "manifest.json").exists()
+
+
 def test_commits_once_and_says_its_results(toy: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
     for attempt in range(2):

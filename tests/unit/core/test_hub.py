@@ -7,7 +7,8 @@ import socket
 
 import pytest
 
-from tuneloop.core.hub import is_unreachable
+from tuneloop.core.errors import list_chain
+from tuneloop.core.hub import explain_refusal, is_unreachable
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,15 @@ def test_clients_say_it_by_classes_of_their_own() -> None:
 def test_another_error_is_not() -> None:
     for error in (None, ValueError("x"), OSError(errno.EACCES, "x"), OSError(errno.ENOSPC, "x")):
         assert not is_unreachable(error)
+
+
+def test_errors_that_refer_to_one_another_in_a_circle_are_read_once() -> None:
+    first = ValueError("x")
+    second = KeyError("y")
+    first.__cause__ = second
+    second.__cause__ = first
+    assert not is_unreachable(first)
+    assert explain_refusal(first) is None
+    assert list_chain(first) == [first, second]
+    second.__cause__ = ConnectionError("z")
+    assert is_unreachable(first)

@@ -215,6 +215,41 @@ def test_a_refusal_is_the_users_mistake() -> None:
             ask(endpoint)
 
 
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"index": 0, "completions": [{**SAID, "mood": "good"}]}, "mood: 'good': Unexpected"),
+        ({"index": 0, "completions": [{"ids": [5]}]}, "logprobs: "),
+        ({"index": 0, "completions": [5]}, "completions.0: 5"),
+        ({"index": 0}, "completions: "),
+        ({"completions": [SAID]}, "index: "),
+    ],
+    ids=["newer", "older", "no completion", "no completions", "no index"],
+)
+def test_an_answer_of_another_form_is_refused_in_a_line(
+    message: dict[str, object], problem: str
+) -> None:
+    refused = pytest.raises(UserError, match=f"another form .{problem}.*the same release")
+    with serving(lambda h, _: reply(h, 200, message)) as endpoint, refused:
+        ask(endpoint)
+
+
+def test_a_completion_that_was_aborted_is_asked_for_again() -> None:
+    aborted = {"index": 1, "completions": [{**SAID, "ids": [], "finish_reason": "abort"}]}
+    asked: list[list[str]] = []
+
+    def answer(handler: Any, _: int) -> None:
+        if handler.path == "/version":
+            reply(handler, 200, {})
+            return
+        asked.append([request["id"] for request in json.loads(handler.body)["requests"]])
+        reply(handler, 200, *((line(0, 6), aborted) if len(asked) == 1 else (line(0, 7),)))
+
+    with serving(answer) as endpoint:
+        assert ask(endpoint) == [[6], [7]]
+    assert asked == [["a", "b"], ["b"]]
+
+
 @pytest.mark.parametrize("status", [408, 429, 503])
 def test_a_refusal_that_may_pass_is_a_loss(status: int) -> None:
     with serving(lambda h, _: reply(h, status, {"error": "not now"})) as endpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 from tests.policies import commit_policy
 from tests.unit.inference.peer import ODD, Peer, serving
 from tests.waiting import LIMIT_S, until
-from tuneloop.core.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Sampling
@@ -283,3 +284,15 @@ def test_settings_that_exclude_one_another(engine: dict[str, Any], said: str) ->
 
     with pytest.raises(ValueError, match=said):
         load_pipeline("grpo").Config(engine=engine)
+
+
+def test_the_vocabulary_of_a_multimodal_policy_is_that_of_its_language_model(
+    tmp_path: Path,
+) -> None:
+    draft = Draft(str(tmp_path / "policy"))
+    (draft.path / "model").mkdir(parents=True)
+    config = {"model_type": "gemma3", "text_config": {"vocab_size": 99}}
+    (draft.path / "model" / "config.json").write_text(json.dumps(config))
+    draft.commit(stage="sft", facts={"version": 3})
+    engine = opened("http://127.0.0.1:9", Artifact(str(tmp_path / "policy")))
+    assert engine.vocab_size == 99

@@ -1,6 +1,7 @@
 """A base model in a store before a run: what is read of it, and what is refused where pods run."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from benchmarks.store_bytes import CountingS3, serve_s3
 from tests.policies import commit_policy
 from tuneloop.cli import run_cli
+from tuneloop.config import stored_facts
 from tuneloop.config.loading import find_pipeline
 from tuneloop.config.model_facts import Model, read_model_facts
 from tuneloop.config.stored_facts import preview_model
@@ -171,3 +173,29 @@ def test_the_model_of_another_run_is_pinned_where_the_store_is_known(
     assert "- run://first/export\n" in capsys.readouterr().out
     assert run_cli(["lint", "sft", "--set", "base_model=run://first/export"]) == 0
     assert json.loads(Store("s3://artifacts/runs/first/export").get("manifest.json") or b"")
+
+
+def test_the_previews_that_were_used_last_are_kept(
+    bucket: CountingS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_facts, "KEPT", 3)
+    previews = tmp_path / "cache" / "previews"
+    used = preview_model(URL).directory
+    assert used is not None
+    os.utime(used, (1, 1))
+    for number, name in enumerate((".killed-1", "older", "newer"), 2):
+        (previews / name).mkdir()
+        (previews / name / "config.json").touch()
+        os.utime(previews / name, (number, number))
+    # It is used again, and is the newest then.
+    preview_model.cache_clear()
+    assert preview_model(URL).directory == used
+    assert len(list(previews.iterdir())) == 4
+    other = Store("s3://models/other")
+    for path in used.iterdir():
+        if path.suffix == ".json":
+            other.upload(path.name, path)
+    other.upload("model.safetensors", used / "model.safetensors")
+    written = preview_model("s3://models/other").directory
+    assert written is not None
+    assert {path.name for path in previews.iterdir()} == {used.name, written.name, "newer"}

@@ -169,6 +169,24 @@ def test_an_attempt_to_get_out_is_an_outcome_of_its_own(deed: str, tmp_path: Pat
     assert secret.read_text() == "never"
 
 
+def test_no_program_runs_after_an_attempt_to_get_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs: list[str] = []
+
+    def run(program: str, *arguments: Any) -> Any:
+        programs.append(program)
+        return sandbox.run_in_sandbox(program, *arguments)
+
+    monkeypatch.setattr(python, "run_in_sandbox", run)
+    turn = ""
+    for program in ("print(1)", "import os; os.listdir('/')", "print(2)"):
+        call = json.dumps({"name": "python", "arguments": {"code": program}})
+        turn += f"<tool_call>{call}</tool_call>"
+    reply = python.create_environment({}).step(turn)
+    assert reply.escape
+    assert reply.done
+    assert len(programs) == 2
+
+
 def test_the_environment_is_empty_and_nothing_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN", "never")
     read, write = os.pipe()

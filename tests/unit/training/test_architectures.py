@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from tests.models import write_model
 from tuneloop.core.errors import UserError
-from tuneloop.formats.architectures import find_recurrent_layers
+from tuneloop.formats.architectures import FLASH, find_recurrent_layers
 from tuneloop.formats.token_files import Document
 from tuneloop.training.fsdp.attention import choose_attention
 from tuneloop.training.fsdp.loading import open_model
@@ -66,7 +67,7 @@ def test_flash_attention_is_for_classes_that_have_it(
 
 def test_rows_of_a_recurrent_model_are_padded_and_equal_each_alone(models: dict[str, Path]) -> None:
     policy = Policy(models["lfm2"], Ranks("cpu"))
-    assert find_recurrent_layers(policy.model.config) == ["conv"]
+    assert find_recurrent_layers(models["lfm2"]) == ["conv"]
     assert policy.chosen()["packing"] == "padded"
     with torch.no_grad():
         together = policy.logprobs(DOCUMENTS)[0]
@@ -77,6 +78,27 @@ def test_rows_of_a_recurrent_model_are_padded_and_equal_each_alone(models: dict[
 def test_packed_rows_of_a_recurrent_model_are_refused(models: dict[str, Path]) -> None:
     with pytest.raises(UserError, match=r"'packed': .*layers \(conv\)"):
         Policy(models["lfm2"], Ranks("cpu"), packing="packed")
+
+
+def test_a_kernel_that_was_asked_for_does_not_pack_a_recurrent_model(
+    models: dict[str, Path],
+) -> None:
+    """Nothing is computed: which rows are packed is decided without the kernel."""
+    gpu = torch.device("cuda")
+    recurrent = choose_attention(models["lfm2"], gpu, "bfloat16", FLASH, "auto")
+    assert (recurrent.attention, recurrent.packed) == (FLASH, False)
+    assert "layers (conv) whose state would go on" in recurrent.obstacle
+    assert choose_attention(models["llama3"], gpu, "bfloat16", FLASH, "auto").packed
+    with pytest.raises(UserError, match=r"'packed': .*layers \(conv\)"):
+        choose_attention(models["lfm2"], gpu, "bfloat16", FLASH, "packed")
+
+
+def test_a_recurrent_model_whose_configuration_names_no_layers_is_not_packed(
+    tmp_path: Path,
+) -> None:
+    transformers.RwkvConfig(hidden_size=32, num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"'packed': .*layers \(recurrent\)"):
+        choose_attention(tmp_path, torch.device("cpu"), "float32", "auto", "packed")
 
 
 def test_auto_opens_any_model_on_a_cpu(models: dict[str, Path]) -> None:

@@ -11,12 +11,11 @@ verifies it again, and requests the rest.
 `inference/served.py` (`open_client`) opens it for stages, and the gateway for sessions
 (`extensions/gateway/sampler.py`). Its requests and answers are those of `inference/http_api.py`:
 both change together, and a server may be older or newer than its client. An older server ignores a
-new field of a request. A new field of a completion makes `Completion` raise here.
+new field of a request. A new field of a completion is an error here.
 """
 
 import ipaddress
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,13 +24,21 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError, print_diagnostic
 from tuneloop.core.http import POLL_S, Response, Unanswered
-from tuneloop.core.json_types import JsonObject
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, EngineReport, Sampling, TensorProof
-from tuneloop.inference.engines._connection import Lost, open_answer, read_message, read_messages
+from tuneloop.inference.engines._connection import (
+    Ended,
+    Form,
+    Lost,
+    open_answer,
+    read_form,
+    read_message,
+    read_messages,
+)
 
 Value = TypeVar("Value")
 Finished = dict[int, list[Completion]]
@@ -177,11 +184,7 @@ class Client:
         """
         if self._tensor_proof is None:
             return None
-        try:
-            return TensorProof(**self._tensor_proof)
-        except TypeError as error:
-            remedy = f"describes its tensors in another form ({error}); update the server"
-            raise UserError("--endpoint", self.endpoint, remedy) from error
+        return self._read(TensorProof, self._tensor_proof)
 
     def close(self) -> None:
         """Release the device if it is leased; connections live only as long as a call."""
@@ -244,7 +247,7 @@ class Client:
         """Wait until the server answers again, whatever it serves."""
         progress = f"; {finished} of {total} requests are finished, and kept" if total else ""
         next_step = "looks for it once more" if self.fail_fast else "waits for it"
-        _print_event(f"lost the server ({lost}){progress}; {next_step}")
+        print_diagnostic(f"engine: lost the server ({lost}){progress}; {next_step}", 0)
         start = time.monotonic()
         while True:
             self.check()
@@ -259,7 +262,8 @@ class Client:
                     raise Lost(f"{still}; it has been away for {seconds:.0f} s") from lost
         seconds = time.monotonic() - start
         demand = f"; asks it for the {total - finished} requests that are left" if total else ""
-        _print_event(f"{self.endpoint} answers again after {seconds:.1f} s{demand}")
+        line = f"engine: {self.endpoint} answers again after {seconds:.1f} s{demand}"
+        print_diagnostic(line, 0)
 
     def _choose_patience(self) -> float:
         """Return the seconds that the server may be away."""
@@ -326,8 +330,12 @@ class Client:
         finished = len(results)
         with self._open("POST", "/generate", body) as response:
             for answer in read_messages(response):
-                completions = [Completion(**fields) for fields in answer["completions"]]
-                received[keys[answer["index"]]] = completions
+                ended = self._read(Ended, answer)
+                completions = [self._read(Completion, fields) for fields in ended.completions]
+                # The engine gave it up: what is not finished is asked for again.
+                if any(completion.finish_reason == "abort" for completion in completions):
+                    raise Lost("a completion was aborted")
+                received[keys[ended.index]] = completions
                 finished = finished_before + len(received)
                 done(finished)
                 if finished == finished_after:
@@ -335,6 +343,10 @@ class Client:
             else:
                 raise Lost(f"broke off after {finished} of {total} requests")
         results.update(received)
+
+    def _read(self, form: type[Form], fields: JsonMapping) -> Form:
+        """Read a part of an answer. Raises UserError: it is of a newer or an older server."""
+        return read_form(form, fields, self.endpoint, "run the same release here and there")
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         with self._open(method, path, body) as response:
@@ -381,10 +393,6 @@ def _count_requests_per_post(requests: Iterable[Request]) -> int:
     # A seed has up to 24 bytes, as 3 tokens; the fields of a request 256, as 32.
     sizes = [len(request.prompt_ids) + 3 * len(request.seeds) + 32 for request in requests]
     return min(PROMPTS, TOKENS // max(sizes, default=1)) or 1
-
-
-def _print_event(line: str) -> None:
-    print(f"engine: {line}", file=sys.stderr, flush=True)
 
 
 def _is_loopback(host: str) -> bool:

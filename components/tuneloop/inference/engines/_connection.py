@@ -9,13 +9,16 @@ The caller (`_client.Client`) decides when to ask again.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
 
 from tuneloop.core.errors import Unavailable, UserError, shorten_text
 from tuneloop.core.http import Response, Unanswered, is_transient, open_response
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.server_token import build_token_headers
 
+Form = TypeVar("Form")
 LATER = (409, 425)
 """Statuses after which another attempt may succeed, besides those of `core/http.py: is_transient`.
 
@@ -36,6 +39,13 @@ class Lost(Unavailable):
         super().__init__(reason)
         self.status = status
         self.sent: JsonMapping | None = None
+
+
+class Ended(BaseModel, strict=True):
+    """Completions of one request that have ended, as a server's message has them."""
+
+    index: int = Field(ge=0)
+    completions: list[JsonObject] = Field(min_length=1)
 
 
 @contextmanager
@@ -113,6 +123,29 @@ def read_message(text: bytes) -> JsonObject:
     if "error" in message:
         raise Lost(str(message["error"]))
     return message
+
+
+def read_form(form: type[Form], fields: JsonMapping, server: str, advice: str) -> Form:
+    """Read a part of an answer.
+
+    Args:
+        form: the class of the part.
+        fields: its fields, as the server gives them.
+        server: its address in messages.
+        advice: what to do about another form.
+
+    Raises:
+        UserError: it has another form.
+    """
+    try:
+        return form(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        problem = f"{field}: {first['input']!r}: {first['msg']}"
+    except TypeError as error:
+        problem = str(error)
+    raise UserError("--endpoint", server, f"answers in another form ({problem}); {advice}")
 
 
 def read_messages(response: Response) -> Iterator[JsonObject]:

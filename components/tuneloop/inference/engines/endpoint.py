@@ -12,7 +12,6 @@ a run (`extensions/fleets/conformance.py`). It computes nothing in this process.
 """
 
 import itertools
-import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +32,18 @@ from tuneloop.core.seeds import derive_seed
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.core.wording import format_count
 from tuneloop.formats.facts import VersionFacts
+from tuneloop.formats.model_files import read_vocabulary_size
 from tuneloop.formats.rollouts import Completion, Ids, Request
 from tuneloop.inference.capabilities import Capabilities
 from tuneloop.inference.engines import Done, Engine, EngineReport, Sampling
-from tuneloop.inference.engines._connection import Lost, open_answer, read_messages
+from tuneloop.inference.engines._connection import (
+    Ended,
+    Form,
+    Lost,
+    open_answer,
+    read_form,
+    read_messages,
+)
 from tuneloop.inference.fleet import Fleet, open_fleet
 from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
 
@@ -49,8 +56,8 @@ MAX_DOUBLINGS = 20
 """Keeps the power of two small; the pause has its limit long before."""
 ROUNDING = 1e-3
 """Log-probabilities may exceed 0 by this much, in nats: half precision does not sum to 1."""
+ADVICE = "`tuneloop endpoint check` shows which rules it breaks"
 Result = TypeVar("Result")
-Form = TypeVar("Form")
 
 
 class Options(BaseModel, frozen=True, extra="forbid"):
@@ -147,13 +154,6 @@ class Piece(BaseModel, strict=True):
     version: int
 
 
-class Ended(BaseModel, strict=True):
-    """Completions of one request that have ended."""
-
-    index: int = Field(ge=0)
-    completions: list[JsonObject] = Field(min_length=1)
-
-
 @dataclass
 class Partial:
     """What has arrived of one completion.
@@ -205,7 +205,7 @@ class Endpoint:
         urls: of replicas, or of load balancers before them.
         fleet: the workers to bring to each version; None: they pull.
         refitted: timings of the fleet's last refit.
-        requests, retries: how many there were.
+        retries: how many there were.
     """
 
     name = "endpoint"
@@ -227,7 +227,6 @@ class Endpoint:
         self.max_staleness = options.max_staleness
         self.version = -1
         self.digest = ""
-        self.requests = 0
         self.retries = 0
         self._hook = plugins.load_variant("engines", options.hook) if options.hook else None
         self._turns = itertools.count()
@@ -242,8 +241,9 @@ class Endpoint:
             self.urls = self._configured_urls or self.refitted.urls
         self.version = VersionFacts.read(policy).version
         self.digest = policy.manifest.digest
-        config = json.loads(policy.part("model/config.json").read_text())
-        self.vocab_size = config["vocab_size"]
+        # This one file is fetched, and not the weights beside it.
+        directory = policy.part("model/config.json").parent
+        self.vocab_size = read_vocabulary_size(directory)
 
     def generate(
         self,
@@ -479,15 +479,7 @@ class Endpoint:
 
     def _parse(self, form: type[Form], fields: JsonMapping) -> Form:
         """Read a part of an answer. Raises UserError if it has another form."""
-        try:
-            return form(**fields)
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(map(str, first["loc"]))
-            problem = f"{field}: {first['input']!r}: {first['msg']}"
-            raise self._blame(f"answers in another form ({problem})") from error
-        except TypeError as error:
-            raise self._blame(f"answers in another form ({error})") from error
+        return read_form(form, fields, ", ".join(self.urls), ADVICE)
 
     def _check_version(self, version: int) -> None:
         """Raise UserError unless tokens may be of this version."""
@@ -501,8 +493,7 @@ class Endpoint:
 
     def _blame(self, problem: str) -> UserError:
         """Return the error of an endpoint that does not keep to the protocol."""
-        remedy = f"{problem}; `tuneloop endpoint check` shows which rules it breaks"
-        return UserError("--endpoint", ", ".join(self.urls), remedy)
+        return UserError("--endpoint", ", ".join(self.urls), f"{problem}; {ADVICE}")
 
     @contextmanager
     def _send(self, url: str, payload: JsonObject) -> Iterator[Iterator[JsonObject]]:
@@ -510,7 +501,6 @@ class Endpoint:
         request = self._prepare(url, payload)
         try:
             self._check_stop()
-            self.requests += 1
             with open_answer(
                 "POST",
                 request["url"],

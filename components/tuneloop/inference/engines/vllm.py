@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
@@ -289,6 +289,8 @@ class Vllm:
             while any(missing):
                 for key, completion in self.step():
                     assert isinstance(completion, Completion)
+                    if completion.finish_reason == "abort":
+                        raise Retryable("vLLM has given up a request; see its log")
                     completions[key] = completion
                     index = int(key.partition("-")[0])
                     missing[index] -= 1
@@ -457,7 +459,9 @@ class Vllm:
         # The tokens since the last change are of the current version.
         versions = self._versions.get(key, [])
         versions = versions + [self.version] * (len(tokens.ids) - len(versions))
-        is_mixed = versions[0] != versions[-1]
+        # A request that vLLM gives up may have no token.
+        start_version = versions[0] if versions else self.version
+        reason = output.outputs[0].finish_reason
         prompt_logprobs = None
         if output.prompt_logprobs is not None:
             prompt_logprobs = [float(logprob) for logprob in output.prompt_logprobs.logprobs]
@@ -465,10 +469,10 @@ class Vllm:
         return Completion(
             ids=tokens.ids,
             logprobs=tokens.logprobs,
-            finish_reason=output.outputs[0].finish_reason or "abort",
-            start_version=versions[0],
-            end_version=versions[-1],
-            versions=versions if is_mixed else [],
+            finish_reason=reason if reason in ("stop", "length") else "abort",
+            start_version=start_version,
+            end_version=self.version,
+            versions=[] if start_version == self.version else versions,
             prompt_logprobs=prompt_logprobs,
         )
 

@@ -20,6 +20,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from tuneloop.core.errors import UserError
 from tuneloop.formats.architectures import (
+    ATTENTION_LAYERS,
     choose_dense_attention,
     find_model_class,
     find_recurrent_layers,
@@ -33,10 +34,8 @@ VARLEN = "varlen"
 Another process does not have it: `training/delegation.py` gives its backend sdpa instead.
 """
 FLASH = "flash_attention_2"
-LAYERS = {"full_attention", "sliding_attention", "attention"}
-"""Types of layers, by transformers' names, whose only path between tokens is causal attention. The
-rows of a model with any other type are padded (`_find_config_obstacle`).
-"""
+LAYERS = ATTENTION_LAYERS - {"chunked_attention"}
+"""Types of layers that the kernels compute: a mask of chunks cannot be given to them."""
 LARGEST_HEAD = 256
 """The largest head that FlashAttention's kernels have, in torch too."""
 
@@ -48,7 +47,8 @@ class Choice:
     Attributes:
         attention: transformers' name of the implementation.
         packed: whether several documents share a row.
-        obstacle: why ``auto`` pads on a GPU, for people; empty where it packs, or was not asked.
+        obstacle: why ``auto`` pads where a kernel for packed rows could run, for people; empty
+            where it packs, or was not asked.
     """
 
     attention: str
@@ -68,7 +68,8 @@ def choose_attention(
 
     ``auto`` packs where a kernel for packed rows can run, on a GPU with 16 bits: FlashAttention 2
     where it is installed, else torch's own. Otherwise it pads: a dense mask over packed rows was
-    measured slower than padding within similar lengths.
+    measured slower than padding within similar lengths. It also pads a model with layers whose
+    state would go on from one document into the next, whatever attention was asked for.
 
     A model that has no sdpa, as gpt-oss, computes with ``eager``.
 
@@ -81,8 +82,6 @@ def choose_attention(
     if not supports_attention(model_class, attention):
         remedy = f"transformers' {model_class.__name__} cannot compute with it; take auto or eager"
         raise UserError("--attn-implementation", attention, remedy)
-    if packing == "packed":
-        _check_layers(model)
     if attention == "auto":
         attention = choose_dense_attention(model_class)
         if device.type == "cuda" and packing != "padded":
@@ -96,20 +95,15 @@ def choose_attention(
             raise UserError("--attn-implementation", VARLEN, remedy)
     has_kernel = attention == VARLEN or "flash" in attention
     packed = has_kernel if packing == "auto" else packing == "packed"
-    return Choice(attention, packed, obstacle)
-
-
-def _check_layers(directory: Path) -> None:
-    """Raise UserError for a model whose layers cannot keep the documents of a row apart."""
-    from transformers import AutoConfig
-
-    recurrent = find_recurrent_layers(AutoConfig.from_pretrained(directory, local_files_only=True))
+    recurrent = find_recurrent_layers(model) if packed else []
     if recurrent:
-        remedy = (
+        obstacle = (
             f"this model has layers ({', '.join(recurrent)}) whose state would go on from one "
-            "document of a row into the next; take auto or padded"
+            "document of a row into the next"
         )
-        raise UserError("--packing", "packed", remedy)
+        if packing == "packed":
+            raise UserError("--packing", packing, f"{obstacle}; take auto or padded")
+    return Choice(attention, packed and not recurrent, obstacle)
 
 
 def find_device_obstacle(device: torch.device, dtype: Dtype) -> str:
@@ -126,14 +120,13 @@ def find_model_obstacle(directory: Path) -> str:
 
     Only the configuration and the architecture's class are read, no weights.
     """
-    import transformers
+    from transformers import AutoConfig
 
-    try:
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-        architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except (ImportError, OSError, ValueError, KeyError):
+    architecture = find_model_class(directory)
+    if architecture is None:
         # `Policy` opens the model next, and says what is wrong with it.
         return "its architecture is not one of transformers' language models"
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
     name = architecture.__name__
     # A model that refuses sdpa has attention sinks or a bias, which the kernels lack, too.
     supported = architecture._supports_flash_attn and architecture._supports_sdpa
