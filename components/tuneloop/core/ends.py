@@ -71,19 +71,17 @@ class Budget:
 
     Attributes:
         limit: how many attempts in a row may follow on such ends without progress.
-        rule: the same in words.
     """
 
     limit: int
-    rule: str
 
 
-BUDGET = Budget(3, "within the budget")
+BUDGET = Budget(3)
 """Of ends that may come from the stage itself. `local/retries.py` prints its limit when a server is
 restarted."""
-AWAY_BUDGET = Budget(100, "100 times in a row without progress")
+AWAY_BUDGET = Budget(100)
 """Of ends because a service is unavailable: with the waits of attempts, hours."""
-MEMORY_BUDGET = Budget(1, "once without progress")
+MEMORY_BUDGET = Budget(1)
 """Of ends for want of memory."""
 
 
@@ -93,7 +91,6 @@ class EndClass:
 
     Attributes:
         name: in messages and docs.
-        recognized: how `classify_end` recognizes it, in words.
         codes: the exit codes that it can have where the container has ended. Classes may share a
             code: a pod is then started again if one of them is retried, and the new attempt
             refuses to go on if its own class is not.
@@ -106,11 +103,9 @@ class EndClass:
         first_step_attempts: the same limit for a small step (a launcher, a continuation) whose
             container has ended: it has no output below which it could keep a count.
         ends_server: whether a server is not started again either.
-        remark: what the docs say besides.
     """
 
     name: str
-    recognized: str
     codes: tuple[int, ...] = ()
     error_pattern: str | None = None
     is_retried: bool = False
@@ -118,7 +113,6 @@ class EndClass:
     first_attempts: int | None = None
     first_step_attempts: int | None = None
     ends_server: bool = False
-    remark: str = ""
 
     @property
     def is_repeated_in_process(self) -> bool:
@@ -130,51 +124,29 @@ class EndClass:
         """
         return self.is_retried and self.codes == (EXIT_RETRY,)
 
-    def describe_retry(self) -> str:
-        """Describe, for the docs, whether and how often a stage is started again."""
-        if not self.is_retried:
-            rule = "no"
-        elif self.budget is None:
-            rule = "yes, always"
-        else:
-            rule = f"yes, {self.budget.rule}"
-        if self.first_attempts is not None:
-            rule += (
-                f", if it is among the first {self.first_attempts} attempts, "
-                "whatever those before ended by"
-            )
-        return f"{rule}; {self.remark}" if self.remark else rule
-
 
 # The line below each class names the places beside the table where it takes effect.
-SUCCEEDED = EndClass("succeeded", "exit code 0", codes=(0,))
+SUCCEEDED = EndClass("succeeded", codes=(0,))
 """Nothing follows."""
 MISTAKE = EndClass(
     "user's mistake",
-    f"exit code {EXIT_USER}",
     codes=(EXIT_USER,),
     ends_server=True,
-    remark="the last line says what to change",
 )
 """``core/errors.py`` (`UserError`)."""
 NOT_PROMOTED = EndClass(
     errors.NotPromoted.kind,
-    f"exit code {errors.EXIT_NOT_PROMOTED}",
     codes=(errors.EXIT_NOT_PROMOTED,),
-    remark="the last line says why",
 )
 """``core/errors.py`` (`NotPromoted`)."""
 INTERRUPTION = EndClass(
     INTERRUPTED,
-    f"exit code {TERMINATED}, or {EXIT_RETRY} after SIGTERM",
     codes=(TERMINATED, EXIT_RETRY),
     is_retried=True,
 )
 """``core/errors.py`` (`Interrupted`), ``core/context.py`` (`Stage.check_stop`)."""
 AWAY = EndClass(
     UNAVAILABLE,
-    f"exit code {EXIT_RETRY}, "
-    "a store, a server, a device lease or another process of the stage is away",
     codes=(EXIT_RETRY,),
     is_retried=True,
     budget=AWAY_BUDGET,
@@ -182,7 +154,6 @@ AWAY = EndClass(
 """``core/errors.py`` (`Unavailable`), ``core/attempts.py`` (`wait_before_ending`)."""
 FOR_NOW = EndClass(
     FAILED_FOR_NOW,
-    f"exit code {EXIT_RETRY}, for another cause that may pass",
     codes=(EXIT_RETRY,),
     is_retried=True,
     budget=BUDGET,
@@ -190,9 +161,6 @@ FOR_NOW = EndClass(
 """``core/errors.py`` (`Retryable`); `admit_attempt` takes it where it is not told of the end."""
 EVICTED = EndClass(
     "evicted or preempted",
-    f"phase Error, message `{DELETED}`, "
-    f"or exit code {128 + signal.SIGKILL} or {TERMINATED} of Argo's own containers; "
-    "phase Failed with the kubelet's message in place of the container's",
     codes=KILLED,
     error_pattern=_EVICTION,
     is_retried=True,
@@ -200,7 +168,6 @@ EVICTED = EndClass(
 """Nowhere else: the message is Argo's or the kubelet's."""
 ENGINE = EndClass(
     "workflow engine error",
-    "phase Error, another message: the pod could not be started, or its outputs not be read",
     error_pattern="",
     is_retried=True,
     budget=BUDGET,
@@ -210,25 +177,21 @@ ENGINE = EndClass(
 """Nowhere else: the message is Argo's."""
 REJECTED = EndClass(
     "rejected by the node",
-    f"phase Failed without a container (Argo's exit code {NO_EXIT_CODE})",
     codes=(NO_EXIT_CODE,),
     is_retried=True,
 )
 """``local/results.py`` and ``runs/stages.py`` (`NO_EXIT_CODE`); a JobSet sees no exit code of it."""
 MEMORY = EndClass(
     "out of memory",
-    f"reason {OUT_OF_MEMORY}",
     codes=(128 + signal.SIGKILL,),
     is_retried=True,
     budget=MEMORY_BUDGET,
-    remark="it needs `memory_on_retry` of its role, and without that the message says what to set",
 )
 """``core/attempts.py`` (`check_more_memory`); ``argo/pod_fields.py`` (`retried_pod_fields`) gives
 all attempts but the first the higher limit; ``workflow/settings.py`` (`check_one_memory_limit`)
 refuses it for JobSets and Kubeflow Pipelines."""
 KILL = EndClass(
     "killed by a signal",
-    f"exit code {', '.join(map(str, KILLED))}",
     codes=KILLED,
     is_retried=True,
     budget=BUDGET,
@@ -237,18 +200,14 @@ KILL = EndClass(
 """Nowhere else: the program cannot say it."""
 GAVE_UP = EndClass(
     "gave up",
-    f"exit code {EXIT_GAVE_UP}",
     codes=(EXIT_GAVE_UP,),
     ends_server=True,
-    remark="the budget of attempts without progress is used up",
 )
 """``core/attempts.py`` (`admit_attempt` raises `Exhausted`)."""
 BUG = EndClass(
     "bug",
-    "any other exit code",
     # Of a server: a stage is not started again.
     budget=BUDGET,
-    remark="the log has the traceback; a server: yes, within the budget",
 )
 """``core/errors.py`` (`report_errors` lets the traceback through)."""
 END_CLASSES: tuple[EndClass, ...] = (

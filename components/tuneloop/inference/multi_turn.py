@@ -21,7 +21,14 @@ from tuneloop.core import plugins
 from tuneloop.core.component import Options, convert_validation_error
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.environments import Environment
-from tuneloop.formats.rollouts import Completion, Episode, FinishReason, Request, get_versions
+from tuneloop.formats.rollouts import (
+    Completion,
+    Episode,
+    FinishReason,
+    Request,
+    get_versions,
+    request_id,
+)
 from tuneloop.formats.tokens import decode_ids, encode_reply
 from tuneloop.inference.engines import Engine, Sampling
 
@@ -193,7 +200,7 @@ def play_episodes(
         for sample in range(len(request.seeds)):
             # An environment has state, so each episode has its own.
             episode = _LiveEpisode(
-                id=f"{request.id}-s{sample:02d}",
+                id=request_id(request.id, sample),
                 prompt=request.prompt_ids,
                 environment=options.open_environment(row),
                 is_chat=row["chat"],

@@ -1,6 +1,7 @@
 """One table of ends: what Argo's expression does, what the next attempt is told, and what the docs say."""
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from tuneloop.config.loading import find_pipeline, list_pipelines
 from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY, admit_attempt, check_retried
 from tuneloop.core.ends import (
     AWAY,
+    AWAY_BUDGET,
+    BUDGET,
     BUG,
     END_CLASSES,
     ENGINE,
@@ -21,6 +24,7 @@ from tuneloop.core.ends import (
     INTERRUPTION,
     KILL,
     MEMORY,
+    MEMORY_BUDGET,
     MISTAKE,
     NOT_PROMOTED,
     REJECTED,
@@ -198,10 +202,29 @@ def test_an_exit_code_is_named() -> None:
 
 
 def test_the_docs_have_the_table() -> None:
-    rows = [("class", "recognized by", "started again"), ("---",) * 3]
-    rows += [(end.name, end.recognized, end.describe_retry()) for end in END_CLASSES]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    assert table in (DOCS / "ends.md").read_text(), f"the table of docs/ends.md is now\n{table}"
+    lines = (DOCS / "ends.md").read_text().splitlines()
+    begin = lines.index("| class | recognized by | started again |") + 2
+    rows = [line.strip("| ").split(" | ") for line in lines[begin : begin + len(END_CLASSES)]]
+    assert not lines[begin + len(END_CLASSES)]
+    assert [row[0] for row in rows] == [end.name for end in END_CLASSES]
+    rules = {
+        None: "yes, always",
+        BUDGET: "yes, within the budget",
+        AWAY_BUDGET: f"yes, {AWAY_BUDGET.limit} times in a row without progress",
+        MEMORY_BUDGET: "yes, once without progress",
+    }
+    for end, (_, recognized, rule) in zip(END_CLASSES, rows):
+        words, _, remark = rule.partition("; ")
+        expected = rules[end.budget] if end.is_retried else "no"
+        if end.first_attempts is not None:
+            expected += f", if it is among the first {end.first_attempts} attempts, whatever those"
+            expected += " before ended by"
+        assert words == expected
+        # Of these the phase, or the kubelet's reason, tells more than the code.
+        if end not in (EVICTED, MEMORY, REJECTED):
+            codes = [int(code) for code in re.findall(r"\d+", recognized)]
+            assert sorted(codes) == sorted(end.codes)
+        assert remark or not end.ends_server
     assert len({end.name for end in END_CLASSES}) == len(END_CLASSES)
 
 

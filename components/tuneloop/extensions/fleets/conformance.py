@@ -6,7 +6,6 @@ it scores, one temperature with another, a prompt with its own continuation. Wit
 also compared with the canary of that checkpoint.
 """
 
-import json
 import math
 import random
 import time
@@ -22,6 +21,7 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.core.wording import format_count
 from tuneloop.formats.facts import VersionFacts
+from tuneloop.inference.engines._connection import Lost, read_messages
 from tuneloop.inference.engines.endpoint import ROUNDING, check_url
 from tuneloop.inference.proof import read_canary
 
@@ -81,19 +81,10 @@ class Probe:
             if response.status != 200:
                 text = response.read().decode(errors="replace")
                 raise Failed(f"answers {response.status}: {text[:300]}")
-            for line in response.lines():
-                # A server may send empty lines to keep the connection.
-                if not line.strip():
-                    continue
-                try:
-                    message = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise Failed(f"sends a line that is not JSON: {error}") from error
-                if not isinstance(message, dict):
-                    raise Failed(f"sends a line that is not an object: {line[:80]!r}")
-                if "error" in message:
-                    raise Failed(f"breaks off: {message['error']}")
-                yield message
+            try:
+                yield from read_messages(response)
+            except Lost as lost:
+                raise Failed(f"breaks off: {lost}") from lost
 
     def read_status(self, body: JsonObject) -> int:
         """Return the status of an answer, and hang up."""
