@@ -18,6 +18,7 @@ from tuneloop.cli import run_cli
 from tuneloop.cluster.launch import KINDS, Kind
 from tuneloop.cluster.pod_requests import compute_pod_requests
 from tuneloop.config.loading import dump_workflow, find_pipeline, list_pipelines
+from tuneloop.core.ends import RETRIED_CODES
 from tuneloop.extensions.gateway.command import GRACE_S
 from tuneloop.extensions.gateway.jobs import Jobs
 from tuneloop.extensions.gateway.sessions import SessionRequest
@@ -384,6 +385,20 @@ def test_the_local_queues_lead_to_cluster_queues_apart() -> None:
     assert behind == {"tuneloop": "tuneloop", "tuneloop-samplers": "tuneloop-samplers"}
     assert {*behind.values()} == {*named("ClusterQueue")}
     assert not any("cohortName" in each["spec"] for each in named("ClusterQueue").values())
+
+
+def test_runtimes_of_the_trainer_retry_what_jobsets_do() -> None:
+    rules = [
+        rule["onExitCodes"]
+        for runtime in named("ClusterTrainingRuntime").values()
+        for job in runtime["spec"]["template"]["spec"]["replicatedJobs"]
+        for rule in job["template"]["spec"].get("podFailurePolicy", {}).get("rules", ())
+        if rule["action"] == "FailJob"
+    ]
+    assert rules
+    for rule in rules:
+        assert rule["operator"] == "NotIn"
+        assert rule["values"] == [code for code in RETRIED_CODES if code > 0]
 
 
 def test_what_names_no_priority_class_is_above_low() -> None:

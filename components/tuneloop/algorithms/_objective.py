@@ -53,6 +53,10 @@ class Tokens:
         engine: of the version that sampled the token, by the engine. `training/policy_gradient.py`
             always has it; None (in tests): no correction, and no metrics of it.
         reference: of the reference policy; None, where `beta` is 0: no KL term.
+
+    A loss of another quantity needs it here, where `training/policy_gradient.py: _forward` fills it
+    in, and from `training/fsdp/policy.py: logprobs`. Its entropy has no gradient, and the `aux_loss`
+    of a model with experts is dropped there.
     """
 
     logprobs: Tensor
@@ -76,7 +80,8 @@ class LossOutput:
         batch_terms: auxiliary losses by name, float32 ``[]`` each, with gradient: the mean over the
             micro-batch's target tokens, not weighed by `token_weights`. The step adds each term in
             proportion to the micro-batch's share of the mini-batch's target tokens, so that the sum
-            is the same however the mini-batch is cut. Each is logged under its name.
+            is the same however the mini-batch is cut. (A product of means, such as a router's
+            balancing loss, would depend on the cut.) Each is logged under its name.
     """
 
     per_token: Tensor

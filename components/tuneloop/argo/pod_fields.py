@@ -407,6 +407,7 @@ def retried_pod_fields(
     }
     if memory.memory_on_retry:
         variables[MORE_MEMORY] = memory.memory_on_retry
+        # `cluster/pod_requests.py: read_amounts` reads both amounts out of this text.
         amount = f"asInt(retries) > 0 ? '{memory.memory_on_retry}' : '{memory.memory_limit}'"
         limits = {"memory": f"{{{{={amount}}}}}"}
         container: JsonObject = {"name": "main", "resources": {"limits": limits}}

@@ -292,7 +292,8 @@ def _build_error_condition(classes: Sequence[EndClass]) -> str:
 
 RETRIED_CODES = list_retried_codes(END_CLASSES)
 """Exit codes after which a pod is started again by Argo, and all pods of a JobSet by its failure
-policy."""
+policy. The runtimes of Kubeflow Trainer have a copy (`manifests/components/trainer`), which
+`tests/unit/test_manifests.py` compares."""
 RETRY_STAGE = build_retry_expression(END_CLASSES)
 RETRY_STEP = build_retry_expression(END_CLASSES, is_step=True)
 RETRY_SERVER = build_server_expression(END_CLASSES)

@@ -287,7 +287,7 @@ def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
     """Report the progress of the loop to KFP: handles, and what the UI shows.
 
     `loop.py: _build_iterations_signature` declares what is written here: an output or a result
-    needs an entry in both.
+    needs an entry in both, but for those of `ui_outputs.py: UI_OUTPUTS`.
 
     Raises:
         UserError: the component declares an output that is not written here.

@@ -1,8 +1,10 @@
 """What the UI of Kubeflow Pipelines shows of a task beside its handle: the table `UI_OUTPUTS`.
 
-An entry is all that another output needs. When a pipeline is compiled, `kfp/template.py` declares
-it for the components of stages, and `kfp/loop.py` for the task of the iterations. In the pod
-`kfp/stage.py` and `kfp/iterations.py` write it. So this module is imported where there is no kfp.
+An entry is all the code that another output needs (beside a row of docs/kfp.md, and `make golden`).
+A number for other tasks is a result of the stage (`results` of `core/component.py`). When a pipeline
+is compiled, `kfp/template.py` declares an entry for the components of stages, and `kfp/loop.py` for
+the task of the iterations. In the pod `kfp/stage.py` and `kfp/iterations.py` write it. So this
+module is imported where there is no kfp.
 """
 
 from collections.abc import Callable, Sequence

@@ -339,7 +339,7 @@ def test_a_run_warns_once_where_nothing_tells_versions_apart(
             {"max_tokens": 2000},
             r"prompts row p\d: \d+: tokens of prompt and 2000 .* context of 1024; .*max_tokens",
         ),
-        ({"engine": "sglang"}, "engines: 'sglang': unknown; known: endpoint, transformers, vllm"),
+        ({"engine": "no-such"}, "engines: 'no-such': unknown; known: endpoint, transformers, vllm"),
         (
             {"engine": "vllm", "endpoint": "localhost"},
             "--endpoint: 'localhost': must be an absolute URL",

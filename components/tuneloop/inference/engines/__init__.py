@@ -12,6 +12,10 @@ with tuneloop describes itself besides, and so may one that an entry point names
 - ``SECTION``, of an engine whose settings are its own: ``package.module:Class`` of the class that
   `tuneloop.config.engines` takes for them.
 
+The engine's package goes into `core/provenance.py: LIBRARIES`, into an extra of pyproject.toml and
+``banned-module-level-imports`` there, into ``requirements/compile.sh``, and into the image
+``rollout``, which all servers and all stages that sample run.
+
 All of this is read before anything runs, on a machine that may lack the engine's libraries, and so
 the module imports none of these at its head. A module of this package is an engine that users may
 name, unless its name begins with an underscore.
