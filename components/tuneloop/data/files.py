@@ -130,13 +130,7 @@ def load_splits(
         facts["mixture"] = [part.model_dump(mode="json", exclude_none=True) for part in mixture]
     else:
         order = derive_seed(seed, "train") if shuffle else None
-        # Files here are read in place, row by row, in any case.
-        if streaming and any(is_on_hub(address) for address in _list_addresses(path)):
-            tables = _open_stream(opener, path, split, order)
-        else:
-            tables = opener.open(path, split)
-        count = None if tables.is_streamed else len(tables)
-        main = MainRows(tables.read_examples(order), count, tables.unread, tables.describe())
+        main = _open_path(opener, path, split, streaming, order)
     lines = main.lines
     choices = {
         "eval": (eval, eval_split),
@@ -166,8 +160,28 @@ def load_splits(
 def check_beside_mixture(arguments: JsonMapping) -> None:
     """Check that no argument is set that a mixture has no use for. Raises UserError: one is."""
     for name, reason in ONLY_OF_PATH.items():
-        if arguments.get(name):
-            raise UserError(name, arguments[name], f"cannot stand beside data.mixture: it {reason}")
+        value = arguments.get(name)
+        if value:
+            remedy = f"cannot stand beside data.mixture: it {reason}"
+            raise UserError(name, value, remedy)
+
+
+def _open_path(
+    opener: Opener, path: Addresses, split: str, streaming: bool, order: int | None
+) -> MainRows:
+    """Open the rows of `path`; `order` seeds their order."""
+    addresses = _list_addresses(path)
+    # Files here are read in place, row by row, in any case.
+    if streaming and any(is_on_hub(address) for address in addresses):
+        tables = _open_stream(opener, path, split, order)
+    else:
+        tables = opener.open(path, split)
+    return MainRows(
+        stream=tables.read_examples(order),
+        rows=None if tables.is_streamed else len(tables),
+        unread=tables.unread,
+        lines=tables.describe(),
+    )
 
 
 def _open_stream(opener: Opener, path: Addresses, split: str, order: int | None) -> Tables:
@@ -274,9 +288,12 @@ def _open_mixture(
     sources: list[Tables] = []
     for part in mixture:
         part_opener = replace(
-            opener, layout=part.layout or opener.layout, columns=part.columns or opener.columns
+            opener,
+            layout=part.layout or opener.layout,
+            columns=part.columns or opener.columns,
         )
-        sources.append(part_opener.open(part.source, part.split or split))
+        part_split = part.split or split
+        sources.append(part_opener.open(part.source, part_split))
     weights = [part.weight for part in mixture]
     total_weight = sum(weights)
     # The source that ends first, for its weight, decides how many rows there are of all.
@@ -292,7 +309,12 @@ def _open_mixture(
     lines.append(f"mixed until one is used up, about {format_count(rows, 'row')}")
     mixed = _mix(streams, weights, derive_seed(seed, "mixture"))
     unread = dict.fromkeys(name for tables in sources for name in tables.unread)
-    return MainRows(mixed, rows, [*unread], lines)
+    return MainRows(
+        stream=mixed,
+        rows=rows,
+        unread=[*unread],
+        lines=lines,
+    )
 
 
 def _mix(streams: Sequence[ExampleStream], weights: Sequence[float], seed: int) -> ExampleStream:

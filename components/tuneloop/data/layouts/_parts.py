@@ -71,7 +71,9 @@ def find_boxed(text: str) -> str | None:
     '\\frac{1}{2}'
     """
     boxes = [content for _, _, content in iterate_boxes(text)]
-    return (boxes[-1].strip() or None) if boxes else None
+    if not boxes:
+        return None
+    return boxes[-1].strip() or None
 
 
 def fence_program(program: str) -> str:
