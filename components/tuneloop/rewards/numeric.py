@@ -40,9 +40,6 @@ def score(completion: str, answer: str, metadata: JsonObject) -> float | None:
         if remove_spaces(normalize_notation(final.text)) == writing:
             return 1.0
         return float(is_same(form, read_final_answer(final)))
-    except MemoryError:
-        # Earlier calls may hold it: a new process judges again (`judging.py: judge`).
-        raise
     except Exception:
         return 0.0
 
