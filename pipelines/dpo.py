@@ -71,9 +71,8 @@ def stages(config: Config) -> list[StageSpec]:
     if config.sft:
         required.insert(0, "sft")
         tuning.append(StageSpec(sft, config.sft, trainer=trainer, processes=config.processes))
-    # KTO estimates the divergence from completions of other prompts. Another algorithm with
-    # `needs_kl` (`algorithms/_preference.py`) has to be named here.
-    mismatched = config.preference.algorithm.kind == "kto"
+    # KTO estimates the divergence from completions of other prompts.
+    mismatched = config.preference.algorithm.needs_kl
     specs = [
         StageSpec(data_prep, choose_sizes(config.data), required=required),
         StageSpec(

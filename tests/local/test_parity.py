@@ -313,7 +313,7 @@ def sides(documents: list[Document]) -> list[Document]:
 )
 def test_preferences_equal_trl(case, documents, tmp_path, name, options, theirs):
     algorithm = importlib.import_module(f"tuneloop.algorithms.{name}").Algorithm(**options)
-    others = [*Mismatched(documents)]
+    others = [*Mismatched(documents, 64)]
     lengths = torch.tensor([document.target_count for document in documents])
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -47,7 +47,7 @@ class Preference(BaseModel, frozen=True, extra="forbid"):
     """Whether `Judged.kl` must be estimated, from completions of other prompts.
 
     `reference_logprobs` scores those only if its parameter `mismatched_pairs` says so, which
-    `pipelines/dpo.py` sets for the algorithm named ``kto`` alone.
+    `pipelines/dpo.py` sets by this flag.
     """
 
     beta: float = Field(0.1, gt=0, description="strength of the pull to the reference")

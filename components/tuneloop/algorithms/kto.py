@@ -1,8 +1,7 @@
 """Kahneman-Tversky optimization (arXiv 2402.01306).
 
-Each completion is good or bad by itself, not within a pair. `pipelines/dpo.py` has the reference
-score mismatched pairs, which `needs_kl` requires, for the name of this file alone. The options have
-TRL's names: `training/backends/trl.py` passes them on.
+Each completion is good or bad by itself, not within a pair. The options have TRL's names:
+`training/backends/trl.py` passes them on.
 """
 
 from typing import ClassVar

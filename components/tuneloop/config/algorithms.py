@@ -6,7 +6,7 @@ description. An algorithm is a file of `algorithms/`; the parts that stages and 
 in `training/algorithm_lookup.py`. `tests/unit/config/test_config.py` tests the section."""
 
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, create_model
 
@@ -93,3 +93,7 @@ def make_plugin_class(objective: type[BaseModel]) -> type[BaseModel]:
 
 class OwnOptions(BaseModel, frozen=True, extra="allow"):
     """Options that only an algorithm of a third party knows."""
+
+    # Only the stage can import the algorithm, so that `pipelines/dpo.py` has the reference score
+    # what it may need.
+    needs_kl: ClassVar[bool] = True

@@ -28,7 +28,10 @@ INHERITED = {
     "canary_tolerance": "rollout.canary_tolerance",
     "timeout_s": "rollout.timeout_s",
     "reward_timeout_s": "reward.timeout_s",
+    "escape_score": "reward.escape_score",
     "error_budget": "reward.error_budget",
+    "punish": "reward.punish",
+    "memory_mb": "reward.memory_mb",
 }
 """Setting of `evaluate` → the key of the setting that it has its value from, unless it is set
 itself. Both have the same meaning and, in the classes of the stages, the same default.

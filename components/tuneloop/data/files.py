@@ -13,12 +13,12 @@ Else `digest_source` does not notice that the file has changed, and neither `che
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from tuneloop.core.errors import UserError
-from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.wording import format_count
 from tuneloop.data import Examples, ExampleStream, Splits
@@ -30,19 +30,49 @@ from tuneloop.data.readers.opening import digest_files, is_on_hub, list_all_file
 SPLITS_OF_TABLES = ("eval", "sft", "preference")
 """Splits that may have a table of their own. For each, `load_splits` has two arguments of these
 names (``eval``, ``eval_split``) and an entry in its `choices`."""
+ONLY_OF_PATH = {
+    "path": "is another source",
+    "name": "is of one data set",
+    "revision": "is of one data set",
+    "streaming": "is of one data set",
+    "answers": "is of one file",
+    "eval_split": "is of one source; name a file by eval, or leave it out",
+    "sft_split": "is of one source; name a file by sft, or leave it out",
+    "preference_split": "is of one source; name a file by preference, or leave it out",
+}
+"""Argument of `load_splits` that needs a `path` → why a mixture has none of it."""
 
 
 class Part(Settings):
-    """One source of a mixture. `weight`: its share of the rows, beside those of the others.
+    """One source of a mixture.
 
-    A field that is added is read by `_load_mixture`, which hands each to its `Opener`.
+    A field that is added is read by `_open_mixture`, which hands each to its `Opener`.
+
+    Attributes:
+        weight: its share of the rows, beside those of the others.
+        split, layout, columns: of this source; None: those of all (`load_splits`).
     """
 
     source: str
     weight: Annotated[float, Field(gt=0)] = 1.0
-    split: str = "train"
+    split: str | None = None
     layout: str | None = None
-    columns: Columns = Columns()
+    columns: Columns | None = None
+
+
+class MainRows(NamedTuple):
+    """The rows of `path` or of the mixture.
+
+    Attributes:
+        rows: how many there are; None where nobody knows.
+        unread: columns that nothing is read from.
+        lines: what was recognised.
+    """
+
+    stream: ExampleStream
+    rows: int | None
+    unread: Sequence[str]
+    lines: list[str]
 
 
 def load_splits(
@@ -81,10 +111,10 @@ def load_splits(
         eval, sft, preference: other places, of held-out prompts, of demonstrations, of pairs.
         eval_split, sft_split, preference_split: other splits of the same place.
         answers: a file with more columns of the same rows, found by their ``id`` (BFCL).
+        layout, columns: of all files; a source of the mixture may have its own.
+        mixture: takes the place of `path`, and of the arguments in `ONLY_OF_PATH`.
     """
-    if mixture:
-        return _load_mixture(seed, mixture, shuffle)
-    if not path:
+    if not path and not mixture:
         remedy = "is required: a file, a glob, a folder or hf://…"
         raise UserError("source_args.path", None, remedy)
     opener = Opener(
@@ -94,14 +124,14 @@ def load_splits(
         columns=columns,
         answers=answers,
     )
-    order = derive_seed(seed, "train") if shuffle else None
-    # Files here are read in place, row by row, in any case.
-    if streaming and any(is_on_hub(address) for address in _list_addresses(path)):
-        tables = _open_stream(opener, path, split, order)
+    facts: JsonObject = {}
+    if mixture:
+        main = _open_mixture(opener, mixture, split, seed, shuffle)
+        facts["mixture"] = [part.model_dump(mode="json", exclude_none=True) for part in mixture]
     else:
-        tables = opener.open(path, split)
-    stream = tables.read_examples(order)
-    lines = tables.describe()
+        order = derive_seed(seed, "train") if shuffle else None
+        main = _open_path(opener, path, split, streaming, order)
+    lines = main.lines
     choices = {
         "eval": (eval, eval_split),
         "sft": (sft, sft_split),
@@ -115,15 +145,42 @@ def load_splits(
         part_order = derive_seed(seed, part) if shuffle else None
         examples[part] = other.read_examples(part_order)
     return Splits(
-        train=stream,
-        eval=examples.get("eval", stream),
-        sft=examples.get("sft", stream),
+        train=main.stream,
+        eval=examples.get("eval", main.stream),
+        sft=examples.get("sft", main.stream),
         preference=examples.get("preference"),
-        rows=None if tables.is_streamed else len(tables),
+        rows=main.rows,
         separate=frozenset(examples),
-        unread=tables.unread,
+        unread=tuple(main.unread),
         lines=tuple(lines),
-        facts={"recognised": lines},
+        facts=facts | {"recognised": lines},
+    )
+
+
+def check_beside_mixture(arguments: JsonMapping) -> None:
+    """Check that no argument is set that a mixture has no use for. Raises UserError: one is."""
+    for name, reason in ONLY_OF_PATH.items():
+        value = arguments.get(name)
+        if value:
+            remedy = f"cannot stand beside data.mixture: it {reason}"
+            raise UserError(name, value, remedy)
+
+
+def _open_path(
+    opener: Opener, path: Addresses, split: str, streaming: bool, order: int | None
+) -> MainRows:
+    """Open the rows of `path`; `order` seeds their order."""
+    addresses = _list_addresses(path)
+    # Files here are read in place, row by row, in any case.
+    if streaming and any(is_on_hub(address) for address in addresses):
+        tables = _open_stream(opener, path, split, order)
+    else:
+        tables = opener.open(path, split)
+    return MainRows(
+        stream=tables.read_examples(order),
+        rows=None if tables.is_streamed else len(tables),
+        unread=tables.unread,
+        lines=tables.describe(),
     )
 
 
@@ -182,15 +239,15 @@ def list_sources(arguments: JsonMapping) -> list[TableSource]:
     """List all that `load_splits` opens with these arguments, each with its split. Files that are
     companions by their name alone are not among them."""
     mixture = arguments.get("mixture") or []
-    if mixture:
-        parts = [part if isinstance(part, Part) else Part(**part) for part in mixture]
-        return [
-            TableSource(f"mixture.{number}.source", [part.source], part.split)
-            for number, part in enumerate(parts)
-        ]
     path = arguments.get("path") or []
     split = arguments.get("split") or "train"
-    sources = [TableSource("source_args.path", _list_addresses(path), split)]
+    sources: list[TableSource] = []
+    for number, settings in enumerate(mixture):
+        part = settings if isinstance(settings, Part) else Part(**settings)
+        setting = f"mixture.{number}.source"
+        sources.append(TableSource(setting, [part.source], part.split or split))
+    if not mixture:
+        sources.append(TableSource("source_args.path", _list_addresses(path), split))
     choices = {
         part: (arguments.get(part), arguments.get(f"{part}_split")) for part in SPLITS_OF_TABLES
     }
@@ -218,13 +275,25 @@ def _choose_separate(
     return sources
 
 
-def _load_mixture(seed: int, mixture: Sequence[Part], shuffle: bool) -> Splits:
-    """Load several sources that are mixed by their weights, until one of them is used up. All other
-    arguments of `load_splits` are ignored beside a mixture."""
+def _open_mixture(
+    opener: Opener, mixture: Sequence[Part], split: str, seed: int, shuffle: bool
+) -> MainRows:
+    """Open several sources, whose rows are mixed by their weights until one of them is used up.
+
+    Args:
+        opener: of a source without a layout or columns of its own.
+        split: of a source without one of its own.
+        seed: of the order of rows.
+    """
     sources: list[Tables] = []
     for part in mixture:
-        opener = Opener(name=None, revision=None, layout=part.layout, columns=part.columns)
-        sources.append(opener.open(part.source, part.split))
+        part_opener = replace(
+            opener,
+            layout=part.layout or opener.layout,
+            columns=part.columns or opener.columns,
+        )
+        part_split = part.split or split
+        sources.append(part_opener.open(part.source, part_split))
     weights = [part.weight for part in mixture]
     total_weight = sum(weights)
     # The source that ends first, for its weight, decides how many rows there are of all.
@@ -240,12 +309,11 @@ def _load_mixture(seed: int, mixture: Sequence[Part], shuffle: bool) -> Splits:
     lines.append(f"mixed until one is used up, about {format_count(rows, 'row')}")
     mixed = _mix(streams, weights, derive_seed(seed, "mixture"))
     unread = dict.fromkeys(name for tables in sources for name in tables.unread)
-    return replace(
-        Splits.of(mixed),
+    return MainRows(
+        stream=mixed,
         rows=rows,
-        unread=tuple(unread),
-        lines=tuple(lines),
-        facts={"recognised": lines, "mixture": [part.model_dump(mode="json") for part in mixture]},
+        unread=[*unread],
+        lines=lines,
     )
 
 

@@ -1,12 +1,12 @@
 """Sources by name: which one a setting means, its arguments checked, its rows loaded.
 
 `stages/data_prep.py` validates its options by the functions ``check_…`` when a run is configured,
-and loads rows by `load_source` in its pod. `planning/limits.py: list_data_sources` follows the rule
-of `find_source_of` by code of its own: a change of what ``data.source`` may mean is made in both,
-and in `check_source` and `check_arguments`.
+and loads rows by `load_source` in its pod. A change of what ``data.source`` may mean is made in
+`find_source_of`, `check_source` and `check_arguments`.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -19,7 +19,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.data import Splits
 from tuneloop.data.columns import Columns
-from tuneloop.data.files import Part
+from tuneloop.data.files import Part, check_beside_mixture
 from tuneloop.data.layouts import find_layout
 from tuneloop.data.readers.opening import is_place
 
@@ -37,18 +37,18 @@ def is_source_name(source: str) -> bool:
     return source in plugins.list_variants("data")
 
 
-def find_source_of(params: Any) -> tuple[str, JsonObject]:
+def find_source_of(parameters: JsonMapping) -> tuple[str, JsonObject]:
     """Return the source that the parameters of `data_prep` name, and its arguments: a path stands
     for `FILES`. Raises UserError: a setting of files beside another source.
 
     An option of `stages/data_prep.py` that is an argument of `data/files.py: load_splits` has to be
     in the table `settings` here, or it never gets there.
     """
-    settings = {"layout": params.layout, "columns": params.columns, "mixture": params.mixture}
+    settings = {name: parameters.get(name) for name in ("layout", "columns", "mixture")}
     file_settings = {name: value for name, value in settings.items() if value}
-    source = params.source
-    arguments = dict(params.source_args)
-    if params.mixture:
+    source = parameters["source"]
+    arguments = dict(parameters.get("source_args", {}))
+    if file_settings.get("mixture"):
         # It names its files itself, whatever the source is by default.
         source = FILES
     elif not is_source_name(source):
@@ -63,10 +63,13 @@ def find_source_of(params: Any) -> tuple[str, JsonObject]:
 def digest_source_of(params: Any) -> dict[str, str]:
     """Return the digest of the files that a source reads, as an entry of the artifact's identity:
     with other bytes the stage does not take what is committed for its own. Empty if it reads none,
-    or if a dotted path names the source: only a module has a ``digest_source``."""
+    or if an entry point names a function: only a module has a ``digest_source``."""
     try:
-        source, arguments = find_source_of(params)
+        source, arguments = find_source_of(vars(params))
         module = plugins.load_variant("data", source)
+        # A dotted path leads to a function, and the one that digests stands beside it.
+        if ":" in source:
+            module = importlib.import_module(source.partition(":")[0])
     except (ImportError, UserError):
         # The stage says so, if it runs.
         return {}
@@ -108,7 +111,10 @@ def check_arguments(written: JsonObject, info: ValidationInfo) -> JsonObject:
     arguments = written
     # None: refused already.
     source = info.data.get("source")
-    if source is not None and not is_source_name(source):
+    if info.data.get("mixture"):
+        source = FILES
+        check_beside_mixture(arguments)
+    elif source is not None and not is_source_name(source):
         arguments = written | {"path": source}
         source = FILES
     if source == FILES and not (arguments.get("path") or info.data.get("mixture")):

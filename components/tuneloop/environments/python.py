@@ -15,7 +15,7 @@ from pydantic import Field
 from tuneloop.core.errors import Retryable
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.environments import Call, Environment, Reply, parse_tool_calls
-from tuneloop.rewards.sandbox import Limits, check_sandbox, run_in_sandbox
+from tuneloop.rewards.sandbox import LEAST_MEMORY, Limits, check_sandbox, run_in_sandbox
 
 # `tuneloop probe` sends its attacks there. `Python._answer_call` knows the same names.
 TOOL = ("python", "code")
@@ -26,7 +26,7 @@ def create_environment(
     row: JsonMapping,
     *,
     seconds: Annotated[float, Field(gt=0)] = 4.0,
-    memory_mb: Annotated[float, Field(gt=0)] = 256,
+    memory_mb: Annotated[float, Field(ge=LEAST_MEMORY >> 20)] = 256,
     output_kb: Annotated[float, Field(gt=0)] = 4,
 ) -> Environment:
     """Begin an episode in which the policy may run programs.

@@ -12,6 +12,7 @@ The functions of `chat_rendering`, `chat_replies` and `conversations` that other
 imported here, and taken from here. What is encoded in another way changes the ids that are trained:
 `tests/unit/formats/test_templates.py` has every template of TRL."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,10 @@ from tuneloop.formats.conversations import encode_conversation as encode_convers
 from tuneloop.formats.conversations import encode_prompt_messages
 from tuneloop.formats.model_files import TOKENIZER_FILES, has_tokenizer
 from tuneloop.formats.rows import name_row
+
+CALL_MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
+"""Marks of tool calls that tokenizers of Mistral and Llama take for special tokens. Without them
+`rewards/structures/calls.py` could not tell a call from other text."""
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -108,7 +113,18 @@ def stop_ids(tokenizer: Any, model: Path) -> tuple[int, ...]:
 
 
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Decode `ids` to text for people and verifiers, without special tokens; never encode it
-    again."""
-    # The clean-up would remove spaces before punctuation, which the policy wrote.
-    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    """Decode `ids` to text for people and verifiers, without special tokens but `CALL_MARKS`; never
+    encode it again."""
+    added = tokenizer.get_added_vocab()
+    marks = {added[mark]: mark for mark in CALL_MARKS if mark in added}
+    texts: list[str] = []
+    for is_mark, part in itertools.groupby(ids, marks.__contains__):
+        if is_mark:
+            texts += [marks[token] for token in part]
+        else:
+            # The clean-up would remove spaces before punctuation, which the policy wrote.
+            text = tokenizer.decode(
+                list(part), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            texts.append(text)
+    return "".join(texts)

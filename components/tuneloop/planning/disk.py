@@ -26,6 +26,7 @@ from tuneloop.planning.pods import list_planned_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.export import export
+from tuneloop.stages.reward_model import reward_model
 from tuneloop.workflow.plan import StagePlan, find_plan
 
 ADAPTER_SHARE = 0.1
@@ -154,9 +155,12 @@ def estimate_stage_bytes(stage: StagePlan, model: Model, base_dtype: str | None)
     if component is base_model:
         return size.model
     if component is export:
-        # The whole model is exported, and its adapters beside it.
+        # The whole model is exported, and beside it its adapters and its copy for llama.cpp.
         share = ADAPTER_SHARE if stage.parameters.get("adapter") is True else 0.0
-        return size.model * (1 + share)
+        copies = 2 if stage.parameters.get("gguf") is True else 1
+        return size.model * (copies + share)
+    if component is reward_model:
+        return size.model
     if component is not None and component.kind == "checkpoint":
         return None if size.state is None else size.model + size.state
     return 0.0

@@ -38,7 +38,7 @@ from tuneloop.data.readers.opening import (
     is_on_hub,
     list_files,
 )
-from tuneloop.data.sources import FILES, is_source_name
+from tuneloop.data.sources import FILES, find_source_of
 from tuneloop.formats.adapter_files import AdapterFiles, is_path, read_adapter
 from tuneloop.formats.model_files import list_missing_parts
 from tuneloop.formats.stored_models import is_reference
@@ -341,23 +341,18 @@ def check_data_address(setting: str, address: str, split: str) -> Iterator[UserE
 
 
 def list_data_sources(stage: StagePlan) -> list[TableSource]:
-    """List what `data_prep` reads tables from. It repeats how `data/sources.py` reads the
-    parameters ``source``, ``source_args`` and ``mixture``, without opening anything."""
-    source = stage.parameters.get("source", "")
-    mixture = stage.parameters.get("mixture")
-    arguments = dict(stage.parameters.get("source_args", {}))
-    arguments["mixture"] = mixture
-    if mixture or source == FILES:
-        return list_sources(arguments)
-    if not source or is_source_name(source):
+    """List what `data_prep` reads tables from, without opening anything."""
+    source, arguments = find_source_of(stage.parameters)
+    if source != FILES:
         return []
+    tables = list_sources(arguments)
     # An address as the source is short for the source `files` with this path.
-    arguments["path"] = source
-    tables: list[TableSource] = []
-    for table in list_sources(arguments):
-        is_path_itself = table.setting == "source_args.path"
-        tables.append(replace(table, setting="source") if is_path_itself else table)
-    return tables
+    if stage.parameters["source"] == FILES:
+        return tables
+    return [
+        replace(table, setting="source") if table.setting == "source_args.path" else table
+        for table in tables
+    ]
 
 
 def check_context(run: CheckedRun) -> Iterator[UserError]:

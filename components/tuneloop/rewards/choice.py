@@ -44,6 +44,9 @@ def score(completion: str, answer: str, metadata: JsonObject) -> float:
     # Whatever the completion makes a pattern raise, it is no choice.
     try:
         return float(read_choice(completion, choices) == right)
+    except MemoryError:
+        # Earlier calls may hold it: a new process judges again (`judging.py: judge`).
+        raise
     except Exception:
         return 0.0
 

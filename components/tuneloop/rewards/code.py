@@ -15,8 +15,9 @@ The row's metadata has the tests, in one of these forms:
 completion may continue. What is expected never enters the sandbox of the program, so that it can
 neither copy nor change it: see `programs.checks` for tests that are code.
 
-``metadata["code"]`` may hold the limits: `seconds` (of all tests together, see `sandbox`, 4; stay
-below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64).
+``metadata["code"]`` may hold the limits: `seconds` (of all tests together, see `sandbox`, 4; tests
+that are code may take as long again themselves; stay below the stage's `timeout_s`), `memory_mb`
+(256) and `output_kb` (64).
 
 A key of the metadata is read by `rewards/programs/tests.py: read_tests` and written by
 `data/layouts/code.py`; docs/rewards.md has the table of forms. Tests are

@@ -130,7 +130,7 @@ def _explain_error(call: Call, error: BaseException) -> str:
         raise error
     reason = str(error)
     if isinstance(error, json.JSONDecodeError):
-        reason = f"what its judge answered {GARBAGE}: {error.doc[:80]!r}"
+        reason = f"{GARBAGE}: {error.doc[:80]!r}"
     # The innermost line tells where in the reward it happened; the first one is ours.
     frames = traceback.extract_tb(error.__traceback__)
     if len(frames) > 1:

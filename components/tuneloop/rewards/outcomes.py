@@ -28,7 +28,7 @@ RETURNED = "returned"
 """The first word of the reason of an ``infra_error`` that the reward itself caused."""
 OUT_OF_RANGE = "outside its RANGE"
 """In the reason of an ``infra_error``: what a reward returned."""
-GARBAGE = "is no JSON"
+GARBAGE = "what its judge answered is no JSON"
 """In the reason of an ``infra_error``: what the judge of a reward answered."""
 
 

@@ -29,6 +29,9 @@ def score(completion: str, answer: str, metadata: JsonObject) -> float | None:
     # Whatever the completion makes a verifier raise, it is not the answer.
     try:
         return float(score_answer(completion.strip(), task["entry"]))
+    except MemoryError:
+        # Earlier calls may hold it: a new process judges again (`judging.py: judge`).
+        raise
     except Exception:
         return 0.0
 

@@ -72,6 +72,7 @@ def score_all(
     workers: int = 1,
     memory: int | None = None,
     punish: bool = True,
+    escape_score: float | None = None,
     progress: Callable[[int], None] | None = None,
     record: ScoreRecord | None = None,
 ) -> list[Outcome]:
@@ -87,6 +88,8 @@ def score_all(
         punish: whether a completion that ends a reward's call gets the least that this can give,
             and ``NAME.timeout`` or ``NAME.crash`` in its breakdown; else, and where that is
             infinite, it has no score.
+        escape_score: of attempts to leave the sandbox, which are then learned from as a wrong
+            answer is; None: they have no score.
         progress: called with the number of finished calls (a row has one for each of its rewards);
             may raise to stop. Where calls wait, it is called each second.
         record: verdicts of earlier attempts, which are not asked for again; new ones are added.
@@ -117,7 +120,7 @@ def score_all(
     batch.take_recorded(calls)
     batch.judge_here(call for call in calls if call.reward.trusted)
     batch.judge_apart(calls, workers, CallLimits(timeout_s, memory, punish))
-    return [_combine(row_calls, batch.verdicts) for row_calls in calls_by_row]
+    return [_combine(row_calls, batch.verdicts, escape_score) for row_calls in calls_by_row]
 
 
 class _Batch:
@@ -204,7 +207,9 @@ def _settle(call: Call, verdict: Verdict) -> Verdict:
     return Verdict("score", lowest, {verdict.ended_by: 1.0})
 
 
-def _combine(calls: Sequence[Call], verdicts: dict[Call, Verdict]) -> Outcome:
+def _combine(
+    calls: Sequence[Call], verdicts: dict[Call, Verdict], escape_score: float | None
+) -> Outcome:
     """Combine the verdicts of all rewards of a row: ``escape`` if one is, else the first that is no
     score, else the weighted sum."""
     settled = [_settle(call, verdicts[call]) for call in calls]
@@ -214,7 +219,9 @@ def _combine(calls: Sequence[Call], verdicts: dict[Call, Verdict]) -> Outcome:
             breakdown[f"{call.reward.name}.{part}"] = share
     # An escape is told even where another reward failed before it.
     failures = [verdict.kind for verdict in settled if verdict.kind != "score"]
+    if "escape" in failures:
+        return Outcome("escape", escape_score, breakdown)
     if failures:
-        return Outcome("escape" if "escape" in failures else failures[0], None, breakdown)
+        return Outcome(failures[0], None, breakdown)
     terms = [call.weight * float(verdict.value) for call, verdict in zip(calls, settled)]
     return Outcome("score", math.fsum(terms), breakdown)

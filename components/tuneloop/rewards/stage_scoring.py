@@ -9,6 +9,9 @@ ones. Tests are in `tests/unit/rewards/test_judges.py`.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from tuneloop.core.context import Stage
 from tuneloop.core.errors import Retryable
@@ -17,6 +20,19 @@ from tuneloop.rewards.outcomes import Outcome, Row
 from tuneloop.rewards.score_record import FILE, ScoreRecord
 from tuneloop.rewards.scoring import score_all
 
+EscapeScore = Annotated[
+    float | None,
+    Field(description="score of attempts to leave the sandbox; default: none, so not trained on"),
+]
+PunishFailures = Annotated[
+    bool,
+    Field(
+        description="completions that use up a reward's time or memory, or crash it, get its "
+        "least score"
+    ),
+]
+JudgeMemory = Annotated[int, Field(ge=1, description="memory of each process that judges")]
+DEFAULT_MEMORY_MB = 4096
 SAVE_EVERY_S = 60.0
 """Seconds between two resume points, in case the process is killed."""
 
@@ -46,15 +62,15 @@ class ScoringStage:
         rows: Sequence[Row],
         *,
         timeout_s: float,
-        memory: int | None = None,
-        punish: bool = True,
+        memory: int,
+        punish: bool,
+        escape_score: float | None,
         workers: int = 1,
         progress: Callable[[int], None] = lambda count: None,
     ) -> list[Outcome]:
         """Score rows as `score_all` does; what ends it early commits the scores so far.
 
-        An argument of `score_all` that a stage is to set has to be handed on here. `evaluate` sets
-        `timeout_s` alone, so that its judges have no limit of memory.
+        An argument of `score_all` that a stage is to set has to be handed on here.
         """
 
         def advance(count: int) -> None:
@@ -69,6 +85,7 @@ class ScoringStage:
                 timeout_s=timeout_s,
                 memory=memory,
                 punish=punish,
+                escape_score=escape_score,
                 workers=workers,
                 progress=advance,
                 record=self.record,

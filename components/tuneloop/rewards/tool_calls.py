@@ -44,6 +44,9 @@ def score(completion: str, answer: str, metadata: JsonObject) -> tuple[float, di
     # Whatever the completion makes a parser or a schema's pattern raise, it is no right call.
     try:
         calls = parse_calls(completion, orders)
+    except MemoryError:
+        # Earlier calls may hold it: a new process judges again (`judging.py: judge`).
+        raise
     except Exception:
         return float(gold == []), {"parsed": 0.0, "valid": 0.0}
     try:

@@ -110,7 +110,8 @@ class Mirror:
             if not reference or reference in known or self.run.find_entry(reference):
                 continue
             manifest = find_manifest(split_ref(reference)[0])
-            if manifest:
+            # A stage that was run by hand may have read tokens of another run.
+            if manifest and manifest.kind == "prompts":
                 artifacts[reference] = manifest
         return artifacts
 

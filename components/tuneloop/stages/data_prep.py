@@ -276,7 +276,7 @@ def open_source(
     Raises:
         UserError: the source is unknown, or does not take its arguments.
     """
-    source, arguments = find_source_of(stage.params)
+    source, arguments = find_source_of(vars(stage.params))
     splits = load_source(source, arguments, count_wanted(counts), stage.seed("data"))
     # Only a generator has as many rows as are asked for.
     is_endless = splits.rows is None and source != FILES

@@ -5,9 +5,8 @@ has no answers (`inference/held_out.py`). `deploy_model`, promotions (`runs/prom
 gate of KFP judge by its `mean_reward` or its samples.
 
 In a pipeline with a loop, settings of this stage follow those of `rollout` and `reward` that
-`config/loop.py: INHERITED` names. `punish`, `escape_score` and `memory_mb` of `reward` have no
-counterpart here, so that a completion may have a score in training and none in an evaluation, or
-the reverse.
+`config/loop.py: INHERITED` names, so that a completion has the same score in training and in an
+evaluation.
 """
 
 from typing import ClassVar
@@ -33,7 +32,13 @@ from tuneloop.inference.generate import SamplingOptions
 from tuneloop.inference.held_out import has_rows, is_prompts, sample_demonstrations
 from tuneloop.inference.prompt_room import Spares
 from tuneloop.rewards.scoring import KINDS
-from tuneloop.rewards.stage_scoring import ScoringStage
+from tuneloop.rewards.stage_scoring import (
+    DEFAULT_MEMORY_MB,
+    EscapeScore,
+    JudgeMemory,
+    PunishFailures,
+    ScoringStage,
+)
 
 
 class EvaluateOptions(SamplingOptions):
@@ -51,7 +56,10 @@ class EvaluateOptions(SamplingOptions):
         "temperature",
         *generate.SHARED_FLAGS,
         "reward_timeout_s",
+        "escape_score",
         "error_budget",
+        "punish",
+        "memory_mb",
     )
 
     iteration: int = Field(0, ge=0, description="the iteration of the loop")
@@ -60,9 +68,12 @@ class EvaluateOptions(SamplingOptions):
     reward_timeout_s: float = Field(
         5.0, gt=0, description="seconds that one call of a reward may take"
     )
+    escape_score: EscapeScore = None
     error_budget: float = Field(
         0.05, ge=0, le=1, description="share of completions that may go unscored"
     )
+    punish: PunishFailures = True
+    memory_mb: JudgeMemory = DEFAULT_MEMORY_MB
 
 
 @generate.sampling_stage("metrics", "evaluator", mean_reward=float)
@@ -112,7 +123,13 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
         scored_rows.append(scored_row | build_reward_inputs(tokenizer, row, group[0]))
     scoring = ScoringStage.open(stage)
     with stage.timed("score"):
-        outcomes = scoring.score(scored_rows, timeout_s=options.reward_timeout_s)
+        outcomes = scoring.score(
+            scored_rows,
+            timeout_s=options.reward_timeout_s,
+            memory=options.memory_mb << 20,
+            punish=options.punish,
+            escape_score=options.escape_score,
+        )
     scoring.check_budget(outcomes, options.error_budget)
     # Completions that could not be judged count in the budget, and not as zeros in the mean.
     scores = [outcome.score for outcome in outcomes if outcome.score is not None]

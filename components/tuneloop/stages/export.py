@@ -29,8 +29,8 @@ from tuneloop.training.checkpoint import DROPPED_SETTINGS, find_state, lora_base
 from tuneloop.weights.gguf import write_gguf
 from tuneloop.weights.layout import preallocate_safetensors, read_header, write_bytes_at
 
-# `planning/disk.py` counts `adapter` for a run's room, and not `gguf`; `config/pipeline.py:
-# PipelineConfig` refuses `adapter` where nothing trains adapters.
+# `planning/disk.py` counts both for a run's room; `config/pipeline.py: PipelineConfig` refuses
+# `adapter` where nothing trains adapters.
 WithAdapter = Annotated[
     bool, Field(description="write the LoRA adapters alone, too, in a folder adapter/")
 ]

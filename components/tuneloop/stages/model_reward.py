@@ -79,7 +79,10 @@ def model_reward(
         ).tolist()
     table = add_model_scores(table, model_scores, weight)
     scores = [score for score in table["score"].to_pylist() if score is not None]
-    mean = sum(scores) / len(scores) if scores else 0.0
+    if not scores:
+        remedy = "has no rollout with a score; the stage reward says why"
+        raise UserError("--rollouts", rollouts.url, remedy)
+    mean = sum(scores) / len(scores)
     if stage.leader:
         pq.write_table(table, stage.out / REWARDS_FILE)
         pass_carried(rollouts, stage.out)

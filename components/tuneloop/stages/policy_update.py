@@ -409,8 +409,11 @@ def repeat_update(stage: Stage, repeated: Artifact, ranks: Ranks) -> None:
         processes = format_count(world_size, "process", "processes")
         problem = f"the update was made by {processes}, and another number gives other bits"
         raise UserError("--expected-world-size", ranks.world, f"{problem} {remedy}")
-    # A parameter that this release no longer has is refused here: the update cannot be repeated.
-    params = policy_update.validate(repeated.manifest.params)
+    # A checkpoint of an earlier release may state parameters that the stage no longer has. Whether
+    # the update is the same without them, the digest below tells.
+    names = policy_update.Params.model_fields.keys()
+    committed = repeated.manifest.params
+    params = policy_update.validate({name: committed[name] for name in names & committed.keys()})
     inputs = {name: Artifact(ref) for name, ref in repeated.manifest.inputs.items()}
     arguments = policy_update.build_arguments(params, inputs)
     # The scratch stage has the seed among its parameters; where the user publishes has no

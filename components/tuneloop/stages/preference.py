@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import Field
@@ -18,6 +19,7 @@ from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.core.wording import format_count
 from tuneloop.formats.facts import LogprobFacts
+from tuneloop.formats.token_files import Document
 from tuneloop.training import algorithm_lookup, checkpoint, epochs
 from tuneloop.training.delegation import WARMUP_TEXT, BackendOptions, train_by_backend
 from tuneloop.training.options import PairOptions
@@ -26,6 +28,7 @@ from tuneloop.training.pairs import (
     Pairs,
     Split,
     compute_accuracy,
+    digest_pairs,
     fit_pairs,
     read_pairs,
     score_documents,
@@ -38,8 +41,8 @@ if TYPE_CHECKING:
 
 Reference = Mapping[str, np.ndarray]
 """``chosen``, ``rejected``, and for KTO ``chosen_kl``, ``rejected_kl``: each float64 of the shape
-``[pairs]``. They are the columns that `stages/reference_logprobs.py` writes, but ``id`` and
-``tokens``.
+``[pairs]``. They are the columns that `stages/reference_logprobs.py` writes, but ``id``,
+``tokens`` and ``tokens_kl``.
 """
 
 METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
@@ -94,13 +97,17 @@ def preference(
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
         pairs = fit_pairs(stage, pairs, prompts, trainer, options)
         held_out = fit_pairs(stage, held_out, prompts, trainer, options) or pairs
-        reference = read_reference(logprobs, pairs, "preference", objective.needs_kl)
+        mismatched: Mismatched | None = None
+        if objective.needs_kl:
+            limit = min(options.max_length, trainer.context)
+            mismatched = Mismatched(pairs.documents, limit)
+        reference = read_reference(logprobs, pairs, "preference", mismatched)
         reference_digest = LogprobFacts.read(logprobs, "--logprobs").digest
     stage.facts["objective"] = {"algorithm": algorithm} | objective.model_dump()
     with stage.timed("evaluate"):
         before = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     learner = Learner(
-        stage, trainer, objective, pairs, reference, options.per_device_train_batch_size
+        stage, trainer, objective, reference, mismatched, options.per_device_train_batch_size
     )
     if not options.backend:
         loss = epochs.train_epochs(
@@ -123,8 +130,11 @@ def preference(
     return {"loss": loss, "accuracy": after, "version": version}
 
 
-def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: bool) -> Reference:
-    """Read the reference's log-probabilities of `pairs`, in order.
+def read_reference(
+    logprobs: Artifact, pairs: Pairs, split: Split, mismatched: Mismatched | None
+) -> Reference:
+    """Read the reference's log-probabilities of `pairs`, in order, and of `mismatched` ones, where
+    the algorithm needs them.
 
     Raises UserError: of others, or none for KTO.
     """
@@ -132,24 +142,37 @@ def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: boo
     table = pq.read_table(file).combine_chunks()
     # The table has more pairs where it was made with a larger max_length.
     rows = table.take(pc.index_in(pairs.ids, table["id"]))
-    # A pair that the table lacks is a row of nulls.
-    is_same = pc.fill_null(pc.equal(rows["tokens"].combine_chunks(), pairs.digests()), False)
-    first_other = is_same.index(False).as_py()
-    if first_other >= 0:
+    other = _find_other(rows["tokens"], pairs.documents)
+    if other is not None:
         remedy = (
             f"{logprobs.url} has other tokens for it; run reference_logprobs on these very pairs "
             "and tokenizer"
         )
-        raise UserError("--logprobs", pairs.ids[first_other].as_py(), remedy)
-    if needs_kl and "chosen_kl" not in rows.column_names:
-        raise UserError(
-            "--logprobs",
-            logprobs.url,
-            "lacks what kto needs; set reference_logprobs' mismatched_pairs",
-        )
-    return {
-        name: rows[name].to_numpy() for name in rows.column_names if name not in ("id", "tokens")
-    }
+        raise UserError("--logprobs", pairs.ids[other].as_py(), remedy)
+    if mismatched is not None:
+        # A table of an earlier release does not say which documents it has mismatched.
+        if "tokens_kl" not in rows.column_names:
+            remedy = (
+                "lacks what kto needs; set reference_logprobs' mismatched_pairs and run it again"
+            )
+            raise UserError("--logprobs", logprobs.url, remedy)
+        other = _find_other(rows["tokens_kl"], mismatched)
+        if other is not None:
+            remedy = (
+                f"{logprobs.url} has another completion behind its prompt; run reference_logprobs "
+                "with the same max_length"
+            )
+            raise UserError("--logprobs", pairs.ids[other].as_py(), remedy)
+    no_logprobs = ("id", "tokens", "tokens_kl")
+    return {name: rows[name].to_numpy() for name in rows.column_names if name not in no_logprobs}
+
+
+def _find_other(digests: pa.ChunkedArray, documents: Sequence[Document]) -> int | None:
+    """Find the first pair whose digest is another one than that of its two `documents`."""
+    # A pair that the table lacks is a row of nulls.
+    is_same = pc.fill_null(pc.equal(digests, digest_pairs(documents)), False)
+    index: int = is_same.index(False).as_py()
+    return None if index < 0 else index
 
 
 class Learner:
@@ -160,8 +183,8 @@ class Learner:
         stage: Stage,
         trainer: "Trainer",
         objective: Preference,
-        pairs: Pairs,
         reference: Reference,
+        mismatched: Mismatched | None,
         limit: int,
     ) -> None:
         self.stage = stage
@@ -169,7 +192,7 @@ class Learner:
         self.objective = objective
         self.reference = reference
         self.limit = limit
-        self.mismatched = Mismatched(pairs.documents) if objective.needs_kl else []
+        self.mismatched = mismatched
 
     def step(self, prepared: epochs.Prepared) -> dict[str, float]:
         """Take one optimizer step and return its metrics, under TRL's names."""
@@ -202,7 +225,7 @@ class Learner:
                 metrics[name] /= len(indices)
         metrics["grad_norm"] = norm
         metrics["learning_rate"] = rate
-        if self.mismatched:
+        if self.mismatched is not None:
             metrics["kl"] = divergence
         return metrics
 
@@ -210,7 +233,7 @@ class Learner:
         """Compute the mean log-ratio over mismatched completions of this step, at least 0, without
         gradient.
         """
-        if not self.mismatched:
+        if self.mismatched is None:
             return 0.0
         # All ranks score the whole step's documents together, so each gets the same mean.
         documents = [self.mismatched[index] for i in indices for index in (2 * i, 2 * i + 1)]

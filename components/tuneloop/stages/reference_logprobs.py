@@ -2,7 +2,7 @@
 same data.
 
 `preference` reads the file of each split by the ids of pairs, and compares the digests of their
-tokens. It takes every column but these two as log-probabilities. Tests:
+tokens. It takes every column but these three as log-probabilities. Tests:
 `tests/unit/stages/test_preference.py`.
 """
 
@@ -15,7 +15,14 @@ from pydantic import Field
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.training import checkpoint
 from tuneloop.training.options import ScoringOptions
-from tuneloop.training.pairs import SPLITS, Mismatched, fit_pairs, read_pairs, score_documents
+from tuneloop.training.pairs import (
+    SPLITS,
+    Mismatched,
+    digest_pairs,
+    fit_pairs,
+    read_pairs,
+    score_documents,
+)
 
 
 class ReferenceOptions(ScoringOptions):
@@ -64,12 +71,14 @@ def reference_logprobs(
             rows = {
                 "id": pairs.ids,
                 # By which `preference` proves that it trains on these very tokens.
-                "tokens": pairs.digests(),
+                "tokens": digest_pairs(pairs.documents),
                 "chosen": logprobs[0::2],
                 "rejected": logprobs[1::2],
             }
             if mismatched_pairs:
-                mismatched = Mismatched(pairs.documents)
+                limit = min(options.max_length, model.context)
+                mismatched = Mismatched(pairs.documents, limit)
+                rows["tokens_kl"] = digest_pairs(mismatched)
                 logprobs = score_documents(stage, model, mismatched, per_device_eval_batch_size)
                 rows["chosen_kl"] = logprobs[0::2]
                 rows["rejected_kl"] = logprobs[1::2]

@@ -13,7 +13,6 @@ import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from math import fsum
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -29,22 +28,17 @@ from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.carried import pass_carried
 from tuneloop.formats.rollouts import FILE, JUDGEMENTS, REWARDS_FILE, ROWS, open_rows
 from tuneloop.rewards.scoring import KINDS, Outcome, compute_full_marks, parse_spec
-from tuneloop.rewards.stage_scoring import ScoringStage
+from tuneloop.rewards.stage_scoring import (
+    DEFAULT_MEMORY_MB,
+    EscapeScore,
+    JudgeMemory,
+    PunishFailures,
+    ScoringStage,
+)
 
 RewardWeights = Annotated[
     dict[Annotated[str, plugins.validate_variant("rewards")], float] | None,
     Field(description="reward → weight; default: each row's own"),
-]
-EscapeScore = Annotated[
-    float | None,
-    Field(description="score of attempts to leave the sandbox; default: none, so not trained on"),
-]
-PunishFailures = Annotated[
-    bool,
-    Field(
-        description="completions that use up a reward's time or memory, or crash it, get its "
-        "least score"
-    ),
 ]
 
 
@@ -62,7 +56,7 @@ def reward(
         float, Field(ge=0, le=1, description="share of rollouts that may go unscored")
     ] = 0.05,
     punish: PunishFailures = True,
-    memory_mb: Annotated[int, Field(ge=1, description="memory of each process that judges")] = 4096,
+    memory_mb: JudgeMemory = DEFAULT_MEMORY_MB,
     workers: Annotated[int, Field(ge=1, description="processes")] = 1,
 ) -> Results:
     """Score every rollout; one that could not be judged gets an outcome without a score, never a
@@ -95,15 +89,10 @@ def reward(
             timeout_s=timeout_s,
             memory=memory_mb << 20,
             punish=punish,
+            escape_score=escape_score,
             workers=workers,
             progress=bar.update,
         )
-    # With a score an attempt to leave the sandbox is learned from, as a wrong answer is.
-    if escape_score is not None:
-        outcomes = [
-            replace(outcome, score=escape_score) if outcome.outcome == "escape" else outcome
-            for outcome in outcomes
-        ]
     scoring.check_budget(outcomes, error_budget)
     crashes = sum(any(key.endswith(".crash") for key in o.breakdown) for o in outcomes)
     if crashes:

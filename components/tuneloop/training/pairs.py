@@ -49,42 +49,47 @@ class Pairs(LazySequence[list[Document]]):
         self.ids = documents.names.combine_chunks()[::2]
         super().__init__(len(self.ids), lambda index: documents[2 * index : 2 * index + 2])
 
-    def digests(self) -> pa.StringArray:
-        """Compute the xxh3-64 of each pair's documents: tells whether two stages saw the same
-        tokens.
-
-        `reference_logprobs` stores them and `preference` compares them: digests that are computed
-        otherwise make `preference` refuse what was stored before.
-        """
-        digests: list[str] = []
-        for pair in self:
-            digest = xxhash.xxh3_64()
-            for document in pair:
-                digest.update(bytes(document.ids))
-                digest.update(bytes(document.targets))
-            digests.append(digest.hexdigest())
-        return pa.array(digests, pa.string())
-
 
 class Mismatched(LazySequence[Document]):
     """Each prompt with the completions of the previous pair: unrelated samples, from which KTO
     estimates KL.
 
-    Such a document may be longer than `max_length`, as nothing is cut off here.
-    `reference_logprobs` and `preference` have to make them of the same pairs: where one drops a
-    pair that the other keeps, the reference's log-probabilities are of other documents, and nothing
-    notices.
+    `reference_logprobs` and `preference` have to make them of the same pairs and with the same
+    `limit`: a pair that one of them drops changes the document of the next pair, too. So the one
+    stores `digest_pairs` of them, and the other compares it.
+
+    Args:
+        documents: of pairs that fit `limit`.
+        limit: tokens of a document; the completion is cut off there, as a longer one may come to
+            stand behind this prompt.
     """
 
-    def __init__(self, documents: Sequence[Document]) -> None:
+    def __init__(self, documents: Sequence[Document], limit: int) -> None:
         def mix(index: int) -> Document:
             document = documents[index]
             # The document two before is of the previous pair, and of the same side.
             previous = documents[index - 2]
             prompt = document.ids[: document.targets.index(True)]
-            return build_document(prompt, previous.ids[previous.targets.index(True) :])
+            completion = previous.ids[previous.targets.index(True) :]
+            return build_document(prompt, completion[: limit - len(prompt)])
 
         super().__init__(len(documents), mix)
+
+
+def digest_pairs(documents: Sequence[Document]) -> pa.StringArray:
+    """Compute the xxh3-64 of every two documents: tells whether two stages saw the same tokens.
+
+    `reference_logprobs` stores them and `preference` compares them: digests that are computed
+    otherwise make `preference` refuse what was stored before.
+    """
+    digests: list[str] = []
+    for start in range(0, len(documents), 2):
+        digest = xxhash.xxh3_64()
+        for document in documents[start : start + 2]:
+            digest.update(bytes(document.ids))
+            digest.update(bytes(document.targets))
+        digests.append(digest.hexdigest())
+    return pa.array(digests, pa.string())
 
 
 def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:

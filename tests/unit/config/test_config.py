@@ -454,6 +454,10 @@ def test_an_evaluation_judges_as_the_loop_does() -> None:
     grpo = loading.find_pipeline("grpo")
     config: Any = grpo.configure(None, ["reward.timeout_s=30", "reward.error_budget=0.2"])
     assert (config.evaluate.reward_timeout_s, config.evaluate.error_budget) == (30.0, 0.2)
+    judging = ["reward.punish=false", "reward.escape_score=-1", "reward.memory_mb=512"]
+    config = grpo.configure(None, judging)
+    assert not config.evaluate.punish
+    assert (config.evaluate.escape_score, config.evaluate.memory_mb) == (-1.0, 512)
     config = grpo.configure(None, ["reward.timeout_s=30", "evaluate.reward_timeout_s=9"])
     assert config.evaluate.reward_timeout_s == 9.0
 

@@ -9,7 +9,8 @@ import pytest
 
 from tuneloop.cli import run_cli
 from tuneloop.core.errors import UserError
-from tuneloop.data import BadRow
+from tuneloop.data import BadRow, BadValue
+from tuneloop.data.layouts._parts import shuffle_choices
 from tuneloop.data.sources import load_source
 
 ASK = {"role": "user", "content": "a"}
@@ -112,3 +113,8 @@ def test_the_command_says_it_once(
     assert output.err.count(reason) == 1
     assert run_cli(["status", "r", "--store", store]) == 0
     assert capfd.readouterr().out.count(reason) == 1
+
+
+def test_a_right_choice_among_the_wrong_ones_is_refused() -> None:
+    with pytest.raises(BadValue, match="the right choice 'b' among the wrong ones"):
+        shuffle_choices("b", ["a", "b"])

@@ -363,3 +363,11 @@ def test_fields_that_nested_parquet_fills_with_null_are_left_out(tmp_path: Path)
     assert prompts[0] == prompts[1]
     assert prompts[0][0][1]["tool_calls"][0]["function"]["arguments"] == {"city": "X"}
     assert prompts[0][2] == plain
+
+
+def test_a_folder_does_not_name_the_delimiter(tmp_path: Path) -> None:
+    folder = tmp_path / "x.tsv.parts"
+    folder.mkdir()
+    (folder / "rows.csv").write_text("prompt,answer\n1+1,2\n")
+    splits = load_source("files", {"path": str(folder / "rows.csv")}, 1, 0)
+    assert [row.answer for row in splits.train if isinstance(row, Example)] == ["2"]

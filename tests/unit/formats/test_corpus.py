@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tuneloop.formats.token_files import ROWS, Corpus, Document, build_document, write_corpus
-from tuneloop.training.pairs import Mismatched, Pairs
+from tuneloop.training.pairs import Mismatched, Pairs, digest_pairs
 
 
 def made(count: int, length: int) -> Iterator[tuple[str, Document]]:
@@ -75,7 +75,7 @@ def test_pairs_come_back_as_they_went_in() -> None:
     found = written(wanted)
     assert [*found] == documents and found[-3:] == documents[-3:]
     assert found.ids.to_pylist() == [f"p{i}" for i in range(20)]
-    others = Mismatched(found.documents)
+    others = Mismatched(found.documents, 64)
     assert len(others) == 40
     assert others[0] == build_document(wanted[0][0], wanted[-1][1])
     assert others[3:5] == [
@@ -84,13 +84,29 @@ def test_pairs_come_back_as_they_went_in() -> None:
     ]
 
 
+def test_a_mismatched_document_is_cut_off_at_the_limit() -> None:
+    long_prompt = ([1] * 9, [2], [3])
+    long_completion = ([4], [5] * 9, [6] * 9)
+    documents = written([long_prompt, long_completion]).documents
+    cut = Mismatched(documents, 10)
+    assert [*cut] == [
+        build_document([1] * 9, [5]),
+        build_document([1] * 9, [6]),
+        build_document([4], [2]),
+        build_document([4], [3]),
+    ]
+
+
 def test_digests_of_pairs_tell_tokens_apart() -> None:
-    found = written(pairs(20, 5)).digests()
-    assert found.equals(written(pairs(20, 5)).digests()) and len({*found.to_pylist()}) == 20
+    found = digest_pairs(written(pairs(20, 5)).documents)
+    assert (
+        found.equals(digest_pairs(written(pairs(20, 5)).documents))
+        and len({*found.to_pylist()}) == 20
+    )
     moved = [
         ([*prompt, chosen[0]], chosen[1:], rejected) for prompt, chosen, rejected in pairs(20, 5)
     ]
-    assert not {*written(moved).digests().to_pylist()} & {*found.to_pylist()}
+    assert not {*digest_pairs(written(moved).documents).to_pylist()} & {*found.to_pylist()}
 
 
 def test_memory_does_not_grow_with_the_tokens_of_pairs() -> None:
@@ -98,7 +114,7 @@ def test_memory_does_not_grow_with_the_tokens_of_pairs() -> None:
     try:
         found = written(pairs(200, 1000))
         assert found.documents.tokens > 400_000
-        assert len(found.digests()) == 200
+        assert len(digest_pairs(found.documents)) == 200
         assert tracemalloc.get_traced_memory()[1] < 500_000
     finally:
         tracemalloc.stop()

@@ -13,6 +13,7 @@ from tuneloop.formats.tokens import (
     encode_prompt,
     encode_reply,
 )
+from tuneloop.rewards.structures.calls import Call, parse_calls
 
 TALK = [
     {"role": "user", "content": "1 ="},
@@ -20,6 +21,21 @@ TALK = [
     {"role": "tool", "content": "2"},
     {"role": "assistant", "content": "two"},
 ]
+
+
+@pytest.mark.parametrize(
+    "written",
+    ['[TOOL_CALLS]f[ARGS]{"a": 1}', '<|python_tag|>{"name": "f", "parameters": {"a": 1}}'],
+)
+def test_marks_of_tool_calls_stay_where_they_are_special_tokens(written):
+    words = tokenizer()
+    marks = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+    words.add_special_tokens({"additional_special_tokens": marks})
+    ids = [*words(written)["input_ids"], words.eos_token_id]
+    assert set(words.convert_tokens_to_ids(marks)) & set(ids)
+    text = decode_ids(words, ids)
+    assert text == written
+    assert parse_calls(text, {}) == [Call("f", {"a": 1})]
 
 
 def test_every_turn_of_the_assistant_is_a_target():

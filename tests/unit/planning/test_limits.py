@@ -300,6 +300,10 @@ def test_the_bytes_of_a_run(llama_8b: Path) -> None:
     kept = footprint(base, "loop.iterations=100")
     # Three checkpoints while the next one is written, and the model of each tenth.
     assert kept.retained == parameters * (3 * 14 + 10 * 2) and kept.iterations == 100
+    twice = footprint(
+        base, "update.save_total_limit=null", "loop.iterations=10", "export.gguf=true"
+    )
+    assert twice.total == whole.total + parameters * 2
     adapters = footprint(base, "trainer.lora={r: 8}", "loop.iterations=10")
     assert parameters * 2 < adapters.iteration < parameters * 2.1
 

@@ -21,6 +21,7 @@ from tests.waiting import LIMIT_S
 from tuneloop.core.artifacts import Draft
 from tuneloop.core.errors import EXIT_USER, Interrupted, Retryable, UserError
 from tuneloop.rewards import RewardUnavailable, outages
+from tuneloop.rewards.error_budget import check_error_budget
 from tuneloop.rewards.outages import compute_delay, find_outage
 from tuneloop.rewards.registry import Call, find_reward
 from tuneloop.rewards.score_record import ScoreRecord
@@ -227,6 +228,13 @@ def test_the_budget_names_the_reward_the_value_and_the_remedy(
     with pytest.raises(UserError, match=f"{dotted}: .*{remedy}") as raised:
         reward(out=str(tmp_path / "rewards"), rollouts=rollouts, timeout_s=60)
     assert raised.value.exit_code == EXIT_USER
+
+
+def test_an_answer_of_the_data_that_is_no_json_is_a_fault_of_the_data() -> None:
+    row = {"completion": "f()", "answer": "Paris", "reward_spec": '{"tool_calls": 1}'}
+    outcomes = score_all([row | {"metadata": ""}], timeout_s=60)
+    with pytest.raises(UserError, match=r"is no JSON list of calls.*correct the data or"):
+        check_error_budget("reward", outcomes, 0.0)
 
 
 class Answered(Exception):

@@ -243,3 +243,27 @@ def test_gold_solutions_of_humaneval() -> None:
     tasks = read_human_eval()
     assert len(tasks) == 164
     judge_human_eval(tasks)
+
+
+SLOW_TESTS = """
+import time
+
+
+def check(candidate):
+    start = time.process_time()
+    while time.process_time() < start + 1.8:
+        pass
+    assert candidate(1, 2) == 3
+"""
+
+
+def test_all_runs_of_the_tests_share_their_time() -> None:
+    """A run takes more than half of the time, and each round has two."""
+    metadata = {"test": SLOW_TESTS, "entry_point": "add", "code": {"seconds": 3}}
+    assert judge("def add(a, b): return a + b", metadata) == 0.0
+
+
+def test_a_block_in_thoughts_is_no_answer() -> None:
+    thoughts = "<think>\n```python\ndef f(): return 1\n```\nor better:</think>"
+    assert extract_code(f"{thoughts}def f(): return 2") == "def f(): return 2"
+    assert extract_code(f"{thoughts}\n```\nf = 3\n```\n") == "f = 3\n"

@@ -367,6 +367,7 @@ def test_a_file_that_changed_is_no_resume(tmp_path: Path) -> None:
         ({"mixture": [{"source": "rows", "split": "test"}]}, "rows/test.jsonl"),
         ({"path": "rows/test.jsonl"}, "rows/possible_answer/test.jsonl"),
         ({"mixture": [{"source": "rows/test.jsonl"}]}, "rows/possible_answer/test.jsonl"),
+        ({"mixture": [{"source": "rows"}], "sft": "rows/test.jsonl"}, "rows/test.jsonl"),
         ({"path": "rows", "answers": "rows/test.jsonl"}, "rows/test.jsonl"),
     ],
 )

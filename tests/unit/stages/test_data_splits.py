@@ -298,6 +298,51 @@ def test_a_mixture_has_the_shares_of_its_weights(tmp_path: Path) -> None:
         prepare(tmp_path / "c", "digits", mixture=[mixture[0], {**mixture[1], "weight": -1}])
 
 
+def test_a_mixture_follows_the_settings_of_all_files(tmp_path: Path) -> None:
+    asked = [{"ask": f"a{i}", "reply": f"{i}"} for i in range(20)]
+    trl = [{"prompt": f"b{i}", "completion": f"{i}"} for i in range(20)]
+    held_out = [{"ask": f"c{i}", "reply": f"{i}"} for i in range(5)]
+    mixture = [
+        {"source": write_rows(tmp_path / "a.jsonl", asked)},
+        {
+            "source": write_rows(tmp_path / "b.jsonl", trl),
+            "columns": {"prompt": "prompt", "answer": "completion"},
+        },
+    ]
+    columns = {"prompt": "ask", "answer": "reply"}
+    path = write_rows(tmp_path / "c.jsonl", held_out)
+    made = prepare(
+        tmp_path / "p", "digits", mixture=mixture, columns=columns, source_args={"eval": path}
+    )
+    assert {row["prompt"] for row in made["eval"]} == {f"c{i}" for i in range(5)}
+    assert {row["prompt"][0] for row in made["train"]} == {"a", "b"}
+    with pytest.raises(UserError, match="which has ask, reply; it needs question, answer"):
+        prepare(tmp_path / "l", "digits", mixture=mixture, layout="gsm8k")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"path": "x.jsonl"},
+        {"name": "main"},
+        {"revision": "v1"},
+        {"streaming": True},
+        {"answers": "x.jsonl"},
+        {"eval_split": "test"},
+        {"sft_split": "test"},
+        {"preference_split": "test"},
+    ],
+)
+def test_arguments_of_one_source_are_refused_beside_a_mixture(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    ((name, _),) = arguments.items()
+    with pytest.raises(
+        UserError, match=rf"source_args\.{name}: .* cannot stand beside data.mixture"
+    ):
+        prepare(tmp_path, "digits", mixture=[{"source": "a.jsonl"}], source_args=arguments)
+
+
 def score_costly(completion: str, answer: str, metadata: dict[str, Any]) -> float:
     """Score as `exact` does, where every call costs: of 32 answers it may be asked."""
     with Path(answer.partition("@")[2]).open("a") as file:

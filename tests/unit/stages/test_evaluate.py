@@ -1,6 +1,7 @@
 """The evaluate stage over the transformers engine."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tuneloop.formats.tokens import load_tokenizer, stop_ids
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.transformers import Transformers
 from tuneloop.rewards import outages
+from tuneloop.rewards.scoring import Escape
 from tuneloop.stages.evaluate import SAMPLES, evaluate
 
 PROMPTS = [f"reverse {i} =" for i in range(10, 18)]
@@ -105,6 +107,37 @@ def test_the_mean_of_few_is_none(
     prompts = commit_prompts(tmp_path / "q", PROMPTS, reward=json.dumps(small))
     with pytest.raises(UserError, match=r"evaluate.error_budget.*returned -1.0, outside its RANGE"):
         run(tmp_path / "o", policy, prompts)
+
+
+def hostile(completion: str, answer: str, metadata: dict[str, Any]) -> float:
+    """Ends its process for one prompt, takes memory for another, and is left by a third."""
+    number = int(answer.split()[1])
+    if number == 10:
+        os._exit(1)
+    if number == 11:
+        bytearray(2 << 30)
+    if number == 12:
+        raise Escape("open /etc/passwd")
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "scores"),
+    [
+        ({}, [0.0, 0.0, None]),
+        ({"punish": False}, [None, None, None]),
+        ({"escape_score": -1.0}, [0.0, 0.0, -1.0]),
+        ({"memory_mb": 4096, "escape_score": 0.5}, [0.0, 1.0, 0.5]),
+    ],
+)
+def test_completions_are_judged_as_the_stage_reward_does(
+    tmp_path: Path, policy: Artifact, options: dict[str, Any], scores: list[float | None]
+) -> None:
+    spec = json.dumps({f"{__name__}:hostile": 1.0})
+    prompts = commit_prompts(tmp_path / "p", PROMPTS, reward=spec)
+    options = {"memory_mb": 1024, "error_budget": 0.5} | options
+    rows = run(tmp_path / "m", policy, prompts, **options)
+    assert [row["score"] for row in rows] == [*scores, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def below(completion: str, answer: str, metadata: dict[str, Any]) -> float:

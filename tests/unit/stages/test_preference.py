@@ -171,6 +171,26 @@ def test_a_reward_model_scores_rollouts(policy, prompts, tmp_path):
     assert json.loads(found[0]["breakdown"])["model"] > json.loads(found[1]["breakdown"])["model"]
 
 
+def test_a_reference_of_other_mismatched_pairs_is_refused(policy, tmp_path):
+    rows = [
+        {"prompt": f"say {i} =", "chosen": " a" * (20 if i == 5 else 1), "rejected": " b"}
+        for i in range(12)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sizes = {"train": 0, "eval": 0, "sft": 0, "preference": 12, "preference_eval": 0}
+    data_prep(out=str(tmp_path / "p"), source=str(tmp_path / "pairs.jsonl"), **sizes)
+    prompts = Artifact(str(tmp_path / "p"))
+    inputs = {"policy": policy.ref, "prompts": prompts.ref}
+    reference_logprobs(
+        out=str(tmp_path / "l"), **inputs, mismatched_pairs=True, device="cpu", max_length=64
+    )
+    options = {"logprobs": str(tmp_path / "l"), "max_length": 32, "max_steps": 1}
+    # The pair that only the reference has stands before another one, whose own tokens are the same.
+    train(preference, tmp_path / "dpo", policy, prompts, algorithm="dpo", **options)
+    with pytest.raises(UserError, match="another completion behind its prompt"):
+        train(preference, tmp_path / "kto", policy, prompts, algorithm="kto", **options)
+
+
 def test_bad_input(policy, prompts, logprobs, tmp_path):
     def bad(
         match: str, stage: Any = preference, prompts: Artifact = prompts, **options: Any
@@ -187,7 +207,8 @@ def test_bad_input(policy, prompts, logprobs, tmp_path):
     draft = Draft(str(tmp_path / "plain"), attempt="data-test")
     table = pq.read_table(logprobs.path / "preference.parquet")
     pq.write_table(
-        table.drop_columns(["chosen_kl", "rejected_kl"]), draft.path / "preference.parquet"
+        table.drop_columns(["tokens_kl", "chosen_kl", "rejected_kl"]),
+        draft.path / "preference.parquet",
     )
     plain = commit(tmp_path / "plain", "reference_logprobs", digest=policy.manifest.digest)
     bad("set reference_logprobs' mismatched_pairs", algorithm="kto", logprobs=plain.ref)

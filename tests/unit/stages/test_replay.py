@@ -128,6 +128,16 @@ def test_each_update_is_replayed_with_the_options_that_it_had(
     ) == models(whole)
 
 
+def test_an_update_with_a_parameter_that_is_gone_is_replayed(
+    base: Artifact, tmp_path: Path
+) -> None:
+    _, policy = loop(tmp_path / "run", base, 2, state_every=5, **ROUNDED)
+    policy = rewrite(policy, "params", of_an_earlier_release=1)
+    RESIDENT.options = None
+    third = update(tmp_path / "run", 3, policy, base, state_every=5, **ROUNDED)
+    assert third.manifest.notes["replayed"]["updates"] == 2
+
+
 def test_what_cannot_be_replayed_is_refused(base: Artifact, tmp_path: Path) -> None:
     def refused(name: str, match: str) -> None:
         RESIDENT.options = None

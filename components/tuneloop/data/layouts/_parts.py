@@ -2,8 +2,7 @@
 
 Imported by the families of layouts alone. What is written here is read by rewards: programs in
 fences by `rewards/programs/completions.py: extract_code`, letters by `rewards/choice.py`, and the
-answer of `find_boxed` by `rewards/numeric.py`, which finds boxes by code of its own
-(`rewards/answers/extraction.py: iterate_boxes`).
+answer of `find_boxed` by `rewards/numeric.py`.
 """
 
 import ast
@@ -29,6 +28,7 @@ from tuneloop.data.layouts import Layout, Values
 from tuneloop.data.messages import get_text, is_messages, parse_messages, parse_tools
 from tuneloop.data.readers.strict_json import describe_type, parse_json
 from tuneloop.formats.chat_forms import Message
+from tuneloop.rewards.answers.extraction import iterate_boxes
 
 LAYOUTS: tuple[Layout, ...] = ()
 """Empty, but required: `list_layouts` imports every module of this package, and reads its layouts."""
@@ -65,23 +65,15 @@ def get_answer(values: Values, column: str) -> str:
 
 
 def find_boxed(text: str) -> str | None:
-    r"""Return what the last ``\boxed{…}`` of a solution holds, with its braces matched.
+    r"""Return what the last ``\boxed{…}`` of a solution holds; None if there is none, or an empty one.
 
     >>> find_boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start < 0:
+    boxes = [content for _, _, content in iterate_boxes(text)]
+    if not boxes:
         return None
-    start = text.index("{", start)
-    depth = 0
-    for position in range(start, len(text)):
-        # LaTeX shows a brace after a backslash, and matches the others.
-        if text[position - 1] != "\\":
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start + 1 : position].strip() or None
-    return None
+    return boxes[-1].strip() or None
 
 
 def fence_program(program: str) -> str:
@@ -126,9 +118,10 @@ def check_choices(choices: Any, column: str) -> list[str]:
 
 def shuffle_choices(right: str, wrong: Sequence[str]) -> tuple[list[str], str]:
     """Return choices in an order that follows from their text alone, and the letter of `right`.
-
-    A choice of `wrong` must not be equal to `right`: the letter is that of the first equal text.
+    Raises BadValue: a wrong choice is the right one, so that two letters would be right.
     """
+    if right in wrong:
+        raise BadValue(f"has the right choice {right!r:.80} among the wrong ones, too")
     choices = [right, *wrong]
     # The same data gives the same letters, whatever seed a run has and however rows are ordered.
     seed = xxhash.xxh3_64_intdigest(json.dumps(choices, ensure_ascii=False).encode())

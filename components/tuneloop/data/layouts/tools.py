@@ -15,33 +15,10 @@ from tuneloop.data.columns import as_messages
 from tuneloop.data.layouts import Companion, Layout, Values
 from tuneloop.data.layouts._parts import get_text_of, get_value, parse_list
 from tuneloop.data.messages import parse_calls, parse_messages, parse_tools
+from tuneloop.rewards.structures.schema_types import JSON_TYPES, convert_types
 
 TOOL_CALLS = {"tool_calls": 1.0}
 """The reward of these layouts, and its weight."""
-JSON_TYPES = {
-    "dict": "object",
-    "float": "number",
-    "double": "number",
-    "long": "integer",
-    "tuple": "array",
-    "ArrayList": "array",
-    "Array": "array",
-    "HashMap": "object",
-    "Hashtable": "object",
-    "Boolean": "boolean",
-    "String": "string",
-    "char": "string",
-    "str": "string",
-    "int": "integer",
-    "bool": "boolean",
-    "list": "array",
-    "List": "array",
-    "Dict": "object",
-    "Bigint": "integer",
-}
-"""Types as BFCL and xLAM write them → as JSON Schema has them. `rewards/structures/schemas.py` has
-a table of the same rows, for schemas that come to rewards in other ways: a type is added to
-both."""
 
 
 def read_xlam(values: Values) -> Example:
@@ -71,7 +48,7 @@ def read_bfcl(values: Values) -> Example:
     if not isinstance(turns, list) or len(turns) != 1:
         raise BadValue("has not one turn; only tasks of one turn have one answer")
     functions = parse_list(get_value(values, "function"), "function")
-    tools = parse_tools([_convert_types(function) for function in functions])
+    tools = parse_tools([convert_types(function) for function in functions])
     truth = values.get("ground_truth")
     # Tasks without tools that fit have no answers: any call is wrong.
     answer = None if truth is None else json.dumps(_check_truth(truth), ensure_ascii=False)
@@ -114,23 +91,6 @@ def _convert_xlam_tool(tool: Any) -> JsonObject:
             required.append(name)
     schema = {"type": "object", "properties": properties, "required": required}
     return {"name": tool["name"], "description": tool.get("description", ""), "parameters": schema}
-
-
-def _convert_types(value: Any) -> Any:
-    """Return a schema of BFCL with the types of JSON Schema; the type ``any`` is left out, since
-    JSON Schema has none of that name."""
-    if isinstance(value, list):
-        return [_convert_types(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    converted: JsonObject = {}
-    for name, part in value.items():
-        if name == "type" and isinstance(part, str):
-            if part != "any":
-                converted[name] = JSON_TYPES.get(part, part)
-        else:
-            converted[name] = _convert_types(part)
-    return converted
 
 
 LAYOUTS = (

@@ -63,7 +63,7 @@ def read_csv(file: BinaryIO, path: str) -> Rows:
 def _find_delimiter(text: io.TextIOWrapper, path: str) -> str:
     """Find what separates the columns: tabs by the file's name, else semicolons where its first
     line has no comma, as Excel writes it in countries that write 1,5 for one and a half."""
-    if ".tsv" in path:
+    if ".tsv" in path.rpartition("/")[2]:
         return "\t"
     header = text.readline()
     text.seek(0)

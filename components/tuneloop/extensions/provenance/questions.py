@@ -199,12 +199,10 @@ def _rescore_rows(
         timeout_s=params.get("timeout_s", 5.0),
         memory=params.get("memory_mb", 4096) << 20,
         punish=params.get("punish", True),
+        escape_score=params.get("escape_score"),
         workers=os.cpu_count() or 1,
     )
-    exact_scores = [
-        params.get("escape_score") if outcome.outcome == "escape" else outcome.score
-        for outcome in outcomes
-    ]
+    exact_scores = [outcome.score for outcome in outcomes]
     # Stored scores are float32: a more precise one would differ from each.
     scores = pa.array(exact_scores, pa.float32()).to_pylist()
     for row, score in zip(rows, scores):

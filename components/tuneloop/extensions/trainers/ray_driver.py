@@ -18,6 +18,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tuneloop.core.errors import EXIT_RETRY
+from tuneloop.core.wording import format_count
 from tuneloop.training.torchrun import exit_code
 
 PORT = 29500
@@ -45,7 +47,12 @@ def main(argv: Sequence[str]) -> int:
         bundle["GPU"] = float(arguments.gpus)
     # Each bundle on a node of its own: a node starts all ranks that it has.
     group = placement_group([bundle] * arguments.nodes, strategy="STRICT_SPREAD")
-    ray.get(group.ready(), timeout=READY_S)
+    try:
+        ray.get(group.ready(), timeout=READY_S)
+    except ray.exceptions.GetTimeoutError:
+        nodes = format_count(arguments.nodes, "node")
+        print(f"the cluster has not had {nodes} within {READY_S:.0f} s", file=sys.stderr)
+        return EXIT_RETRY
 
     def place_on(node: int, function: Any) -> Any:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-"""The beginning of a box. `rewards/answers/notation.py: WRAPPERS` and, for data sets,
-`data/layouts/_parts.py: find_boxed` know the same two commands."""
+"""The beginning of a box. `rewards/answers/notation.py: WRAPPERS` knows the same two commands."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 JOINED = re.compile(
     r"(?:[\s$.,;:*]|\\\]|\\\[|\\\(|\\\)|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*"
@@ -28,8 +27,8 @@ SENTENCE_END = re.compile(
     r"(?<!\bSt)(?<!\bMt)(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)[.!](?=\s|$|\*)|\n"
 )
 THOUGHTS_END = "</think>"
-"""What ends a model's reasoning; the answer is looked for behind it.
-`rewards/structures/json_text.py` has the same mark for JSON and tool calls."""
+"""What ends a model's reasoning; the answer is looked for behind it, as are JSON, tool calls and
+programs."""
 MATH = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$(?=\S)([^$]+?)(?<=\S)(?<!\\)\$(?!\d)",
     re.DOTALL,

@@ -7,7 +7,7 @@ the results, which are literals and nothing else. Where later calls depend on ea
 are repeated, up to `ROUNDS` times.
 
 The reward `code` calls `run_check`. The text of `TEST_SIDE` and `PROGRAM_SIDE` runs in the sandbox,
-which has the standard library alone. Neither type checks nor linters see that text: `_run_tests`
+which has the standard library alone. Neither type checks nor linters see that text: `_TestRunner`
 calls its function `run_tests` by position, and `_write_calls` its function `make_calls`.
 `tests/unit/rewards/test_program_tests.py` tests it.
 """
@@ -177,11 +177,12 @@ def run_check(check: Check, program: str, limits: Limits) -> CheckResult:
     """Run the tests of `check` on `program`.
 
     Args:
-        limits: of the program, for all rounds together; each run of the tests has them once more,
-            and its time is not counted.
+        limits: of the program, for all rounds together; all runs of the tests together have their
+            time once more.
 
     Raises:
-        Unverifiable: the tests fail before they have a result of the program.
+        Unverifiable: the tests fail, or take all their time, before they have a result of the
+            program.
     """
     functions = list_functions(check)
     if not functions:
@@ -189,8 +190,9 @@ def run_check(check: Check, program: str, limits: Limits) -> CheckResult:
     answered: AnsweredCalls = []
     ending = Ending("done", "")
     remaining_s = limits.seconds
+    tests = _TestRunner(check, functions, limits)
     for _ in range(ROUNDS):
-        collected = _run_tests(check, functions, answered, limits, is_collecting=True)
+        collected = tests.run(answered, is_collecting=True)
         if collected is None and not answered:
             raise Unverifiable("the tests in metadata cannot be run: they fail by themselves")
         if collected is None or remaining_s <= 0:
@@ -203,7 +205,7 @@ def run_check(check: Check, program: str, limits: Limits) -> CheckResult:
         if results is None:
             break
         answered = list(zip(collected.calls, results))
-        judged = _run_tests(check, functions, answered, limits, is_collecting=False)
+        judged = tests.run(answered, is_collecting=False)
         if judged is None:
             break
         # Later calls may depend on results that are known only now.
@@ -240,23 +242,32 @@ def _list_definitions(node: ast.AST) -> Iterator[str]:
             yield name
 
 
-def _run_tests(
-    check: Check,
-    functions: list[str],
-    answered: AnsweredCalls,
-    limits: Limits,
-    is_collecting: bool,
-) -> _TestRun | None:
-    """Run the tests with the results that are there; None where they end or return otherwise."""
-    arguments = (check.source, check.statements, functions, answered, is_collecting)
-    ending = run_in_sandbox(TEST_SIDE, "", f"run_tests{arguments!r}", limits)
-    if ending.kind != "done":
-        return None
-    # What the program returned decides how the tests end, and it may be made to end them badly.
-    try:
-        return _TestRun(**json.loads(ast.literal_eval(ending.result or "")))
-    except Exception:
-        return None
+class _TestRunner:
+    """Runs tests several times; all runs together have the time of `limits`."""
+
+    def __init__(self, check: Check, functions: list[str], limits: Limits) -> None:
+        self.check = check
+        self.functions = functions
+        self.limits = limits
+        self.remaining_s = limits.seconds
+
+    def run(self, answered: AnsweredCalls, is_collecting: bool) -> _TestRun | None:
+        """Run the tests with the results that are there; None where they end or return
+        otherwise."""
+        if self.remaining_s <= 0:
+            return None
+        check = self.check
+        arguments = (check.source, check.statements, self.functions, answered, is_collecting)
+        share = replace(self.limits, seconds=self.remaining_s)
+        ending = run_in_sandbox(TEST_SIDE, "", f"run_tests{arguments!r}", share)
+        self.remaining_s -= ending.seconds
+        if ending.kind != "done":
+            return None
+        # What the program returned decides how the tests end, and it may be made to end them badly.
+        try:
+            return _TestRun(**json.loads(ast.literal_eval(ending.result or "")))
+        except Exception:
+            return None
 
 
 def _write_calls(calls: list[str]) -> str:

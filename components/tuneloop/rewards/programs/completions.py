@@ -1,13 +1,15 @@
 """Take the program out of a completion: a fenced block, all of it, or what continues the prompt.
 
 `data/layouts/_parts.py: fence_program` writes the solutions of data sets in the form that is read
-here. Thoughts are not cut off: a block in them counts if no other follows.
+here.
 """
 
 import ast
 import re
 import textwrap
 import warnings
+
+from tuneloop.rewards.answers.extraction import THOUGHTS_END
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 """A fenced block of any language; one that never ends is none."""
@@ -16,15 +18,16 @@ UNINDENTED_LINE = re.compile(r"\n(?=\S)")
 
 
 def extract_code(completion: str, function: str | None = None) -> str:
-    """Return the last fenced block of a completion, or of the blocks that define `function` the
-    last; all of the completion if it has none.
+    """Return the last fenced block of a completion after its thoughts, or of the blocks that define
+    `function` the last; all of the completion after its thoughts if it has none.
 
     >>> extract_code("Sure:\\n```python\\nprint(1)\\n```\\nThat is all.")
     'print(1)\\n'
     """
-    blocks: list[str] = BLOCK.findall(completion)
+    answer = completion.rpartition(THOUGHTS_END)[2]
+    blocks: list[str] = BLOCK.findall(answer)
     if not blocks:
-        return completion
+        return answer
     defining = [block for block in blocks if function is not None and _defines(block, function)]
     return defining[-1] if defining else blocks[-1]
 

@@ -10,8 +10,8 @@
 Text may stand around what has a mark of its own; else the completion, or its only fenced block, is
 the calls and nothing else.
 
-Rollouts are decoded without special tokens (`formats/tokens.py: decode_ids`): a mark that the
-tokenizer takes for special is not in the text.
+Rollouts are decoded without special tokens, except for those that `formats/tokens.py: CALL_MARKS`
+lists: a mark that is added here, and that a tokenizer takes for special, belongs there.
 
 The reward `tool_calls` alone reads calls by it, so a format that is added is known to no
 environment: these read Hermes' JSON only (`environments/__init__.py: parse_tool_calls`). Calls in

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.rewards.answers.extraction import THOUGHTS_END
 from tuneloop.rewards.outcomes import Unverifiable
 
 FENCED = re.compile(r"```(?:json|python|tool_code|text)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -19,9 +20,6 @@ SPECIAL_TOKENS = re.compile(
 )
 """Tokens that end a turn, by model family. Rollouts are decoded without a tokenizer's special
 tokens (`formats/tokens.py: decode_ids`); other texts may have them."""
-THOUGHTS_END = "</think>"
-"""What ends a model's reasoning; the text after it counts. `rewards/answers/extraction.py` has the
-same mark for answers in prose."""
 
 
 class NotJson(ValueError):

@@ -18,6 +18,7 @@ from tuneloop.core.component import TORCHRUN
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.rewards.scoring import score_all
+from tuneloop.rewards.stage_scoring import DEFAULT_MEMORY_MB
 from tuneloop.training.backends import LLMBackend, build_flags, register_backend
 
 PATHS = ("model_name_or_path", "dataset_name", "output_dir")
@@ -210,7 +211,7 @@ def score(
     """Score rows of ``train.parquet`` for TRL's GRPO, by the rewards that the stage `reward` has.
 
     The settings of that stage do not reach this function: a call of a reward may take five seconds,
-    and any memory.
+    and as much memory as there by default.
 
     Args:
         completions: texts, or in a chat lists of messages.
@@ -235,7 +236,8 @@ def score(
                 "metadata": row_metadata,
             }
         )
-    return [outcome.score for outcome in score_all(rows, timeout_s=5.0)]
+    outcomes = score_all(rows, timeout_s=5.0, memory=DEFAULT_MEMORY_MB << 20)
+    return [outcome.score for outcome in outcomes]
 
 
 def _has_conversations(directory: Path) -> bool:
