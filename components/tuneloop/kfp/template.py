@@ -74,9 +74,10 @@ def stage_step(spec: StageSpec, plan: StagePlan, *, cluster: Cluster, kfp: Kfp) 
         kfp: settings of the task.
 
     Raises:
-        UserError: as `configure_task_pod`.
+        UserError: as `check_names` and `configure_task_pod`.
     """
     stage = spec.component
+    check_names(stage)
     role = plan.resource_role
     image_name = stage.image
     processes = spec.processes
@@ -238,11 +239,7 @@ def stage_signature(
 
     `stage.py` reads these inputs and writes these outputs. A change of either changes every
     compiled pipeline (`make golden`).
-
-    Raises:
-        UserError: as `check_names`.
     """
-    check_names(stage)
     fields: dict[str, FieldInfo] = {}
     for name, field in stage.Params.model_fields.items():
         if name in parameter_names or field.default is not None:

@@ -15,7 +15,8 @@ from tuneloop.config.loading import find_pipeline
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.loop import LoopTasks
-from tuneloop.kfp.template import stage_signature
+from tuneloop.kfp.template import check_names
+from tuneloop.stages.deploy_model import deploy_model
 from tuneloop.workflow.loop import Loop, Step
 from tuneloop.workflow.plan import read_plan
 
@@ -283,13 +284,19 @@ def settings_result(stage: Stage, rollouts: Input) -> Results:
 
 @pytest.mark.parametrize(
     ("stage", "name"),
-    [(ref_result, "ref"), (url_parameter, "url"), (settings_result, "changed_settings")],
+    [
+        (ref_result, "ref"),
+        (url_parameter, "url"),
+        (settings_result, "changed_settings"),
+        # One that ships, which is for Argo and for one machine.
+        (deploy_model, "url"),
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_stage_with_a_name_of_the_adapter_is_refused(stage: Any, name: str) -> None:
     """It replaced the reference that later tasks read, or the address where the output is committed."""
     with pytest.raises(UserError, match=f"stage {stage.name}: '{name}': has a meaning of its own"):
-        stage_signature(stage, set())
+        check_names(stage)
 
 
 @component("checkpoint", role="trainer", results={"loss": float})
