@@ -28,6 +28,7 @@ class Api(ThreadingHTTPServer):
         logs: pod → text.
         missing: whether the address has no Kubeflow Pipelines.
         asked: how often somebody asked an address that has none.
+        status: of all answers about runs; 200: they are answered.
         page_size: the most runs in an answer.
     """
 
@@ -40,6 +41,7 @@ class Api(ThreadingHTTPServer):
         self.nodes: dict[str, dict[str, Any]] = {}
         self.logs: dict[str, str] = {}
         self.missing, self.compressed, self.asked, self.page_size = False, False, 0, 100
+        self.status = 200
         super().__init__(("127.0.0.1", 0), Handler)
 
     @property
@@ -63,6 +65,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.reply({"multi_user": False})
             case ["v2beta1", "experiments"]:
                 self.reply({"experiments": [{"experiment_id": "e1", "display_name": "tuneloop"}]})
+            case ["v2beta1", "runs", *_] if self.server.status != 200:
+                self.reply({"message": "the database is away"}, self.server.status)
             case ["v2beta1", "runs"]:
                 assert query["sort_by"] == "created_at desc"
                 found = sorted(

@@ -123,7 +123,7 @@ def test_a_run_equals_this_machine_and_is_known_to_the_cache(
     send("submit", pipeline, "--run", run, root=root, sets=sets)
     wait_for_success(api, run)
     assert read_digests(f"{root}/{run}") == compute_digests(pipeline, tmp_path)
-    tasks = {task.name: task.state for task in kfp.list_tasks(kfp.find_run(api, run))}
+    tasks = {task.task: task.phase for task in kfp.list_tasks(kfp.find_run(api, run))}
     assert set(tasks.values()) == {"SUCCEEDED"} and {"data-prep", "export", "report"} <= set(tasks)
     lines = [line for name, line in kfp.read_logs(api, run) if name == "data-prep"]
     assert any("8 held out" in line for line in lines), lines

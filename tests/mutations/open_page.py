@@ -29,7 +29,7 @@ from tuneloop.ui.app import build_app
 
 TIMES = {"loop_end", "cause", "lost_seconds", "seconds", "alive_s", "age_s"}
 """Keys of answers that are times, or no claim about what was computed."""
-REFUSED = (404, 503)
+REFUSED = (404, 422, 503)
 Answers = Mapping[str, tuple[int, Any]]
 
 

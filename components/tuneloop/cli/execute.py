@@ -4,6 +4,7 @@
 for a cluster is in `cluster.py` and `verdict.py`.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -342,13 +343,18 @@ def stop_run(
         typer.echo(f"{name}: is not running ({run.phase})")
         return 0
     process = state.workflow.pid
-    # As a shutdown does: the executor ends its stages, which commit their resume points.
-    os.kill(process, signal.SIGTERM)
+    # As a shutdown does: the executor ends its stages, which commit their resume points. It may
+    # have ended by itself just now.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGTERM)
     start = time.monotonic()
     while run.phase == "running":
         if time.monotonic() - start > timeout:
             raise Retryable(f"{name}: still running after {timeout:g} s (process {process})")
         time.sleep(0.05)
+    if run.phase == "succeeded":
+        typer.echo(f"{name}: has succeeded meanwhile")
+        return 0
     seconds = time.monotonic() - start
     command = f"tuneloop resume {name}{format_store_option(store)}"
     typer.echo(f"{name}: stopped in {seconds:.1f} s; go on with `{command}`")

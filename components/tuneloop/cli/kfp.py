@@ -4,6 +4,7 @@ What they do is in `kfp/client.py` and `kfp/schedule.py`. ``tuneloop kfp doctor`
 and `watch.py` and `ui.py` reach runs there by `connect_to_executor`.
 """
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -160,19 +161,11 @@ def show_status(run: RUN, as_json: JSON = False, endpoint: ENDPOINT = None) -> i
     record = client.find_run(client.connect_to_kfp(endpoint), run)
     tasks = client.list_tasks(record)
     if as_json:
-        descriptions = [
-            {
-                "task": task.name,
-                "phase": task.state,
-                "seconds": task.seconds,
-                "message": task.error,
-            }
-            for task in tasks
-        ]
+        descriptions = [asdict(task) for task in tasks]
         print_json({"run": run, "phase": record.state, "id": record.run_id, "tasks": descriptions})
     else:
         typer.echo(f"{run}  {record.state}  {record.run_id}")
-        rows = [(task.name, task.state, f"{task.seconds:.0f}", task.error) for task in tasks]
+        rows = [(task.task, task.phase, f"{task.seconds:.0f}", task.message) for task in tasks]
         columns = ("task", "state", "seconds", "message")
         print_table(columns, rows, right=("seconds",), cut="message")
     return 1 if record.state == "FAILED" else 0

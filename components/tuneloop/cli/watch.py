@@ -28,7 +28,15 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 """The minimum seconds between two reads of a run, here and in `live.py`. Where a read takes long,
 ten times as long passes between two."""
-CODES = {"succeeded": 0, "failed": 1, "error": 1, "interrupted": 75, "elsewhere": 75}
+CODES = {
+    "succeeded": 0,
+    # KFP has skipped the whole run, as all of it was in its cache.
+    "skipped": 0,
+    "failed": 1,
+    "error": 1,
+    "interrupted": 75,
+    "elsewhere": 75,
+}
 """Phase of a run that has ended, or has committed nothing for a day → exit code.
 
 A phase that is not listed counts as going on, so that `watch` would never end. Phases are those of
@@ -144,7 +152,7 @@ def watch_run(
     For a run that is executed elsewhere, --namespace or --kfp says where; without them the run's
     state is inferred from what it has committed.
 
-    Exit code 0: it succeeded; 1: it failed; 75: it was interrupted, or has committed nothing for a
+    Exit code 0: it succeeded, or KFP skipped it; 1: it failed; 75: it was interrupted, or has committed nothing for a
     day; 2: there is no such run.
     """
     from rich.live import Live

@@ -157,9 +157,9 @@ def delete_unused_weights(
     numbers = ", ".join(map(str, unused)) or "none"
     # What crashed publications left has no version, so that it is not in the list.
     if delete:
-        typer.echo(f"dropped: {numbers}")
+        typer.echo(f"deleted: {numbers}")
     else:
-        typer.echo(f"to drop: {numbers}, and what crashed publications left; --delete does")
+        typer.echo(f"to delete: {numbers}, and what crashed publications left; --delete does")
 
 
 def find_published_root(run: "Run") -> str | None:

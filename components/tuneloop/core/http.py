@@ -37,7 +37,7 @@ def is_transient(status: int) -> bool:
     requests.
 
     Some clients add statuses of their own (`inference/engines/_connection.py: LATER`,
-    `kube/resize.py`); `kfp/api.py: UNAVAILABLE_STATUSES` is a list apart.
+    `kube/resize.py`); `kfp/api.py: UNAVAILABLE_STATUSES` lists those that a task waits for.
     """
     return status >= 500 or status in (408, 429)
 

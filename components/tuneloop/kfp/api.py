@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from tuneloop.core.errors import Interrupted, Retryable, Unavailable, UserError
-from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.http import Unanswered, is_transient, send_request
 from tuneloop.core.json_types import JsonMapping, JsonObject
 
 DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
@@ -36,8 +36,8 @@ TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
 REQUEST_TIMEOUT_S = 60.0
 """Seconds for one request of a task. The commands have their own: `client.py: TIMEOUT_S`."""
 UNAVAILABLE_STATUSES = (429, 502, 503, 504)
-"""Statuses that a proxy, or a server that starts, answers with for a while. `call_api` reads them,
-and for the commands `client.py: translate_api_errors`, which takes status 500 for a refusal."""
+"""Statuses that a proxy, or a server that starts, answers with for a while: a task waits for its
+end."""
 
 
 class NotThere(UserError):
@@ -175,7 +175,8 @@ def call_api(
 
     Raises:
         Unavailable: there is no answer, or its status is 429, 502, 503 or 504.
-        Retryable: the status is 500.
+        Retryable: any other status that may pass (`core.http.is_transient`), as of the commands in
+            `client.py: translate_api_errors`.
         NotThere: the status is 404.
         UserError: any other refusal, or an answer that is not JSON.
     """
@@ -188,7 +189,7 @@ def call_api(
     excerpt = answer[:200].decode(errors="replace")
     if status in UNAVAILABLE_STATUSES:
         raise Unavailable(f"{field}: {url}: {status}: {excerpt}")
-    if status == 500:
+    if is_transient(status):
         raise Retryable(f"{field}: {url}: {status}: {excerpt}")
     if status >= 300:
         error_class = NotThere if status == 404 else UserError

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.http import is_transient
 from tuneloop.core.json_types import JsonObject
-from tuneloop.kfp.api import DONE, UNAVAILABLE_STATUSES, match_name
+from tuneloop.kfp.api import DONE, match_name
 from tuneloop.kube.connection import list_status_nodes, read_api_message
 
 EXPERIMENT = "tuneloop"
@@ -50,19 +51,19 @@ NO_LOG = '{"error_message"'
 
 @dataclass(frozen=True)
 class TaskStatus:
-    """One task of a run.
+    """One task of a run, as ``tuneloop kfp status --json`` prints it.
 
     Attributes:
-        name: its name in the graph.
-        state: KFP's state.
+        task: its name in the graph.
+        phase: KFP's state.
         seconds: from start to end; 0 before the end.
-        error: why it failed; empty if it did not.
+        message: why it failed; empty if it did not.
     """
 
-    name: str
-    state: str
+    task: str
+    phase: str
     seconds: float
-    error: str
+    message: str
 
 
 def connect_to_kfp(
@@ -142,7 +143,7 @@ def translate_api_errors(value: str | None, field: str = "kfp") -> Iterator[None
         yield
     except ApiException as error:
         message = read_api_message(error)
-        if error.status in UNAVAILABLE_STATUSES:
+        if is_transient(error.status):
             raise Retryable(f"kfp: {message}") from error
         remedy = f"refused ({error.status}): {message}"
         raise UserError(field, value or KUBECONFIG_ADDRESS, remedy) from error

@@ -18,11 +18,12 @@ from kfp.dsl import Dataset, Output
 from tuneloop.argo.run_plan import POD
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.core.component import Component
+from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags
 from tuneloop.kfp import template
 from tuneloop.kfp.iterations import get_output_name
-from tuneloop.kfp.stage import CHANGES, TARGET, URL
+from tuneloop.kfp.stage import CHANGES, MEAN_REWARD, REWARDS_INPUT, TARGET, URL
 from tuneloop.kfp.task_plan import IterationsPlan, is_written_out
 from tuneloop.kfp.template import REQUIRED, Signature
 from tuneloop.workflow.loop import Loop, Step, output_of, step_of
@@ -127,12 +128,14 @@ class LoopTasks:
 
         Which iteration ends the loop is decided in the pod of the step that takes the scorer's
         artifact. Three places have to agree about it: `TARGET` is passed here, declared by
-        `template.py: stage_signature`, and compared by `stage.py: report_commit`, for which the
-        input is named ``rewards``.
+        `template.py: stage_signature`, and compared by `stage.py: report_commit`.
 
         Args:
             values: what its steps can take, but for outputs of steps before.
             url: below which its stages commit.
+
+        Raises:
+            UserError: `report_commit` would not find the mean reward.
         """
         available = dict(values)
         # The step whose output `reward` is; the one that takes its artifact knows the mean reward.
@@ -141,11 +144,23 @@ class LoopTasks:
             arguments: JsonObject = {}
             # It marks its handle where the reward ends the loop (`REACHED` of `kfp/stage.py`).
             if scorer in map(step_of, step.wires.values()):
+                self._check_reward(step, scorer)
                 arguments[TARGET] = self.target_reward
             task = self.call(step, step.name, url, available, **arguments)
             for name, output in task.outputs.items():
                 available[f"{step.name}.{name.replace('_', '-')}"] = output
         return {name: available[wire] for name, wire in self.loop.carry.items()}
+
+    def _check_reward(self, step: Step, scorer: str) -> None:
+        """Refuse a step for which the mean reward has another name than in `report_commit`."""
+        result = output_of(self.loop.reward).replace("-", "_")
+        wire = step.wires.get(REWARDS_INPUT)
+        if result != MEAN_REWARD or wire is None or step_of(wire) != scorer:
+            remedy = (
+                f"the loop could not end by its reward: {step.name} needs the input "
+                f"{REWARDS_INPUT} from {scorer}, with the result {MEAN_REWARD}; set it to 0"
+            )
+            raise UserError("kfp.unroll", self.config.kfp.unroll, remedy)
 
     def call(
         self, step: Step, name: str, url: Any, values: JsonMapping, **parameters: Any

@@ -43,10 +43,10 @@ def describe_progress(client: Any, run: Run) -> "Progress":
     record = find_run(client, run.name)
     stages = {stage.stage: stage for stage in list_stages(run)}
     for task in list_tasks(record):
-        phase = PHASES.get(task.state, "Pending")
+        phase = PHASES.get(task.phase, "Pending")
         # A committed stage has more to tell than its task: the artifact, and its own seconds.
-        stage = stages.get(task.name) or StageStatus(task.name, phase, seconds=task.seconds)
-        stages[task.name] = replace(stage, phase=phase, message=task.error)
+        stage = stages.get(task.task) or StageStatus(task.task, phase, seconds=task.seconds)
+        stages[task.task] = replace(stage, phase=phase, message=task.message)
     messages: list[str] = []
     if record.error and record.error.message:
         messages.append(record.error.message)

@@ -40,7 +40,8 @@ from tuneloop.kfp.ui_outputs import CommittedArtifact, write_stage_outputs
 from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.settings import Cluster
 
-# Parameters of this program, which no stage may have: `template.py: stage_signature` declares them.
+# Parameters of this program, which no stage may have: `template.py: stage_signature` declares them,
+# and `check_names` there refuses a stage that has one.
 URL = "url"
 """Parameter: where the output is committed."""
 TARGET = "target_reward"
@@ -53,6 +54,14 @@ REACHED = "target_reached_at"
 """Mark of a handle: the iteration that ended the loop."""
 CONTINUED = "continued_after"
 """Mark of a handle: the iteration after which another run continues."""
+HANDLE_KEYS = ("ref", "digest", "stage", "inputs", REACHED, CONTINUED)
+"""Keys of a handle (`build_handle`) that no result of a stage may have: it would replace the value.
+`template.py: check_names` refuses such a stage. A result ``version`` is that of the policy."""
+REWARDS_INPUT = "rewards"
+"""Input of a trainer: the artifact of the scorer, whose result decides whether a loop ends."""
+MEAN_REWARD = "mean_reward"
+"""Result of a scorer that is compared with `TARGET`. `loop.py` refuses to unroll a loop in which
+these two have other names."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -234,7 +243,7 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
     """
     url = split_ref(task.parameters[URL])[0]
     handle = build_handle(url, manifest)
-    reward = task.inputs.get("rewards", {}).get("mean_reward")
+    reward = task.inputs.get(REWARDS_INPUT, {}).get(MEAN_REWARD)
     if reward is not None:
         iteration = int(task.parameters["iteration"])
         state = LoopState(target_reward=task.parameters.get(TARGET, math.inf))
@@ -255,8 +264,8 @@ def build_handle(url: str, manifest: Manifest) -> JsonObject:
     """Build an artifact's handle, which one task passes to the next.
 
     Its keys are the metadata of KFP's artifact, and docs/kfp.md lists them: `register.py`,
-    `extensions/trainers/launch.py` and `iterations.py` read them by name. A stage's result must have none of these
-    names, nor that of a mark, as it would replace the value.
+    `extensions/trainers/launch.py` and `iterations.py` read them by name. The results have none of
+    `HANDLE_KEYS`.
     """
     handle: JsonObject = {
         "ref": f"{url}@{manifest.digest}",

@@ -20,9 +20,10 @@ from pydantic.fields import FieldInfo
 from tuneloop.argo.pod_fields import SMALL
 from tuneloop.config.pipeline import Kfp
 from tuneloop.core.component import Component
+from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp.io import SAME
-from tuneloop.kfp.stage import CHANGES, TARGET, URL, get_result_name
+from tuneloop.kfp.stage import CHANGES, HANDLE_KEYS, TARGET, URL, get_result_name
 from tuneloop.kfp.task_pod import configure_task_pod
 from tuneloop.kfp.ui_outputs import UI_OUTPUTS
 from tuneloop.workflow.loop import StageSpec
@@ -73,9 +74,10 @@ def stage_step(spec: StageSpec, plan: StagePlan, *, cluster: Cluster, kfp: Kfp) 
         kfp: settings of the task.
 
     Raises:
-        UserError: as `configure_task_pod`.
+        UserError: as `check_names` and `configure_task_pod`.
     """
     stage = spec.component
+    check_names(stage)
     role = plan.resource_role
     image_name = stage.image
     processes = spec.processes
@@ -259,6 +261,19 @@ def stage_signature(
     for name, field in fields.items():
         descriptions[name] = field.description or ""
     return signature, descriptions
+
+
+def check_names(stage: Component) -> None:
+    """Raise UserError for a stage that has a name of the adapter: one would replace the other."""
+    names = set(stage.Params.model_fields)
+    names.update(stage.inputs)
+    names.update(stage.results)
+    names.add(stage.output)
+    taken = names & (DESCRIPTIONS.keys() | UI_TYPES.keys())
+    taken |= stage.results.keys() & set(HANDLE_KEYS)
+    if taken:
+        remedy = "has a meaning of its own on Kubeflow Pipelines; rename it in the stage"
+        raise UserError(f"stage {stage.name}", min(taken), remedy)
 
 
 def define_inputs(types: JsonMapping, required: Mapping[str, bool]) -> Signature:

@@ -11,6 +11,7 @@ there.
 """
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -26,7 +27,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from tuneloop.cluster.run_workflows import list_cluster_runs
-from tuneloop.core.errors import Retryable, UserError, name_disk_errors
+from tuneloop.core.errors import Corrupt, Retryable, UserError, name_disk_errors
 from tuneloop.core.store import normalize_url
 from tuneloop.kube.connection import Connection
 from tuneloop.runs.records import list_runs, read_record
@@ -54,6 +55,9 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 """Headers of all answers."""
+OPEN_RUNS = 50
+"""The most runs that are kept open. The page of all runs asks for each that goes on every few
+seconds: one that is not open is read anew from its first artifact."""
 Describe = Callable[[Run, Request], Any]
 """Computes the answer to a request about a run."""
 
@@ -101,13 +105,15 @@ def build_app(
 
 
 class OpenRuns:
-    """The runs below a store that were requested, kept open between requests."""
+    """The runs below a store that were requested last, kept open between requests."""
 
     def __init__(self, store: str, cluster: Connection | None) -> None:
         self.store = store
         self.cluster = cluster
-        self._runs: dict[str, Run] = {}
+        self._runs: OrderedDict[str, Run] = OrderedDict()
         self._locks: dict[str, threading.Lock] = {}
+        # Requests for different runs add and drop at the same time.
+        self._keeping = threading.Lock()
 
     def list_names(self) -> dict[str, Any]:
         """List the runs that have committed something, or that are on the cluster."""
@@ -140,8 +146,15 @@ class OpenRuns:
         # One request at a time refreshes a run.
         with self._locks.setdefault(name, threading.Lock()), name_disk_errors():
             run = self._read_on(name, all_iterations=all_iterations)
-            self._runs[name] = run
+            self._keep_open(name, run)
             return describe_it(run)
+
+    def _keep_open(self, name: str, run: Run) -> None:
+        """Keep a run, which is not among the open ones, and drop those used longest ago."""
+        with self._keeping:
+            self._runs[name] = run
+            while len(self._runs) > OPEN_RUNS:
+                self._runs.popitem(last=False)
 
     def _read_on(self, name: str, *, all_iterations: bool) -> Run:
         """Return a run in its current state: the open one, unless it was deleted or replaced by
@@ -196,6 +209,9 @@ def _refuse(request: Request, error: Exception) -> Response:
     """Answer with what went wrong, for the page to show."""
     if isinstance(error, HTTPException):
         status = error.status_code
+    elif isinstance(error, Corrupt):
+        # `static/runs.js` calls such a run damaged, and one of status 404 deleted.
+        status = 422
     elif isinstance(error, UserError):
         status = 404
     else:

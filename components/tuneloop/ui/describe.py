@@ -38,10 +38,7 @@ SPARKLINE_POINTS = 60
 """About so many rewards are drawn as a line that is a hundred pixels wide."""
 PROGRAM = ("tuneloop", "python", "image")
 """The entries of a manifest's provenance (`core/provenance.py`) that are listed beside its
-packages.
-
-An artifact without such an entry adds ``None`` to the list.
-"""
+packages."""
 
 
 class Progress(TypedDict):
@@ -270,7 +267,8 @@ def _list_packages(run: Run) -> list[tuple[str, str]]:
     for entry in run.entries:
         provenance = entry.manifest.provenance
         for name in PROGRAM:
-            packages.add((name, str(provenance.get(name))))
+            if name in provenance:
+                packages.add((name, str(provenance[name])))
         # A run that was resumed after an update has two versions of a package.
         for name, version in provenance.get("packages", {}).items():
             packages.add((name, str(version)))

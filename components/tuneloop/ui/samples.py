@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Unavailable, UserError
 from tuneloop.formats.rollouts import FILE, REWARDS_FILE, SAMPLES_FILE, read_rows
 from tuneloop.runs.committed import Entry
 from tuneloop.runs.run_record import Run
@@ -185,8 +185,9 @@ def _find_token_texts(
     try:
         ref = f"{run.url}/{policy.key}@{policy.manifest.digest}"
         return TOKEN_TEXTS.open(ref, TOKENIZER).content, ""
-    except UserError as error:
-        # The checkpoint was deleted, or its tokenizer is damaged or of another form.
+    except (UserError, Unavailable) as error:
+        # The checkpoint was deleted, its tokenizer is damaged or of another form, or its store is
+        # unavailable. The completions are readable without.
         return NO_TEXTS, f"tokens are shown without their texts: {error}"
 
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from tests.making import checkpoint_artifact, rewards_artifact
 from tests.unit.hub import Repos, open_hub
 from tests.waiting import free_port
-from tuneloop.core.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
-from tuneloop.extensions.provenance.attestation import push_version
+from tuneloop.extensions.provenance.attestation import CARD_HEAD, _write_card, push_version
 from tuneloop.runs.run_record import Run
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -53,6 +53,15 @@ def store(tmp_path: Path) -> Path:
     data_prep(out=f"{tmp_path}/store/x/data-prep", source="digits", train=4, eval=2, sft=2)
     base_model(out=f"{tmp_path}/store/x/base-model", prompts=f"{tmp_path}/store/x/data-prep")
     return tmp_path / "store"
+
+
+def test_a_card_says_what_an_older_checkpoint_does_not_state(tmp_path: Path) -> None:
+    """It ended in a KeyError, after the audit of the whole run."""
+    draft = Draft(f"{tmp_path}/x/sft", attempt="data-test")
+    draft.commit(stage="sft", kind="checkpoint", facts={"version": 1}, provenance={"code": "c0de"})
+    run = Run.open("x", str(tmp_path))
+    card = _write_card(run, run.entries[0], run.entries, CARD_HEAD.format(title="x"), "")
+    assert "tuneloop not stated, code `c0de`, image `not stated`" in card
 
 
 def test_a_pushed_model_has_its_card_and_is_loaded_again_by_its_revision(

@@ -887,6 +887,17 @@ def test_stop_gives_back_the_turns_of_a_run_that_was_killed(call: Call, tmp_path
     assert document.holder is None and [seat.who for seat in document.waiting] == ["other"]
 
 
+def test_stop_of_an_executor_that_ends_just_now_waits_for_it(call: Call, tmp_path: Path) -> None:
+    """Its process was gone, while the run was still held: a traceback."""
+    directory = left(tmp_path, pod("sft", "Running"))
+    child = subprocess.Popen(["true"])
+    child.wait(LIMIT_S)
+    journal.Journal(directory).write(Workflow(name="r", pid=child.pid, started=1.0))
+    with journal.lock_workdir(directory):
+        result = call("stop", "r", "--timeout", "0")
+    assert result.code == 75 and "r: still running after 0 s" in result.err, result
+
+
 def test_status_while_an_executor_holds_the_run(call: Call, tmp_path: Path) -> None:
     directory = left(tmp_path, pod("sft", "Running", progress="3/9"))
     with journal.lock_workdir(directory):

@@ -17,8 +17,10 @@ from tests.unit import toy
 from tests.unit.cluster.api import kubeconfig, serving
 from tests.waiting import LIMIT_S
 from tuneloop.cli import run_cli
-from tuneloop.cli.watch import draw_sparkline, draw_state
+from tuneloop.cli.watch import CODES, draw_sparkline, draw_state
 from tuneloop.core.artifacts import MANIFEST, dump_checked_json, load_checked_json
+from tuneloop.kfp.api import DONE
+from tuneloop.kfp.progress import PHASES
 from tuneloop.local.journal import Journal, Node, Workflow, lock_workdir
 from tuneloop.runs import tracking
 from tuneloop.runs.records import Record
@@ -105,6 +107,12 @@ def test_how_a_run_ended_is_the_exit_code(
     )
     assert run_cli(["watch", "r"]) == code
     assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+def test_every_end_of_a_run_on_kfp_ends_a_watch() -> None:
+    """A run that KFP had skipped, as all of it was cached, was watched for ever."""
+    assert {PHASES[state].lower() for state in DONE} <= CODES.keys()
+    assert not {PHASES[state].lower() for state in PHASES.keys() - set(DONE)} & CODES.keys()
 
 
 def test_of_a_store_elsewhere_only_what_is_new_is_read(

@@ -182,8 +182,9 @@ def test_a_run_is_seen_as_it_goes(
     watch = ["watch", "demo", "--store", str(tmp_path), "--kfp", backend.url]
     capsys.readouterr()
     assert run_cli(watch) == 1 and capsys.readouterr().out.endswith("demo: failed: canceled\n")
-    run["state"] = "SUCCEEDED"
-    assert run_cli(watch) == 0 and "iterations/1/policy-update" in capsys.readouterr().out
+    for state in ("SUCCEEDED", "SKIPPED"):
+        run["state"] = state
+        assert run_cli(watch) == 0 and "iterations/1/policy-update" in capsys.readouterr().out
     assert run_cli([*watch, "--namespace", "x"]) == 2
     assert capsys.readouterr().err.startswith(
         f"error: --kfp: '{backend.url}': is the URL for runs on KFP, and --namespace is"
@@ -200,6 +201,18 @@ def test_an_api_that_goes_away_is_asked_again(backend: Api, tmp_path: Path) -> N
     backend.server_close()
     with pytest.raises(Retryable, match=r"kfp: the API does not answer \(MaxRetryError\)"):
         describe_state(Run("demo", str(tmp_path)), None, ask)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_an_error_of_the_server_is_no_mistake(
+    status: int, backend: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 500 ended a command as a mistake of the user's, and a task as one that may be repeated."""
+    backend.status = status
+    assert run_cli(["kfp", "stop", "demo"]) == 75
+    assert "kfp: the database is away" in capsys.readouterr().err
+    with pytest.raises(Retryable, match=f"{status}.*the database is away"):
+        RunApi(backend.url).read_run("r1")
 
 
 @pytest.mark.parametrize("command", [["ui"], ["watch", "demo"]])

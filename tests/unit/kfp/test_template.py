@@ -3,14 +3,21 @@
 import functools
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from tests import compiling
+from tests.unit import toy
 from tuneloop.config.loading import find_pipeline
+from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
+from tuneloop.kfp.loop import LoopTasks
+from tuneloop.kfp.template import check_names
+from tuneloop.stages.deploy_model import deploy_model
+from tuneloop.workflow.loop import Loop, Step
 from tuneloop.workflow.plan import read_plan
 
 
@@ -255,3 +262,81 @@ def test_wrong_settings_are_refused_before_anything_is_compiled(compiled: Any) -
         compiled("sft", "nodes=2", "cluster.trainer={memory: 4Gi, memory_on_retry: 8Gi}")
     with pytest.raises(UserError, match=r"nodes.*kfp\.unroll"):
         compiled("grpo", "nodes=2")
+
+
+@component("rewards", role="scorer", results={"ref": float})
+def ref_result(stage: Stage, rollouts: Input) -> Results:
+    """Return a result with the name of a handle's reference."""
+    return {"ref": 1.0}
+
+
+@component("rewards", role="scorer")
+def url_parameter(stage: Stage, rollouts: Input, *, url: str = "") -> Results:
+    """Take a parameter with the name of the output's address."""
+    return {}
+
+
+@component("metrics_view", role="scorer", results={"changed_settings": float})
+def settings_result(stage: Stage, rollouts: Input) -> Results:
+    """Return a result with the name of a parameter of the adapter."""
+    return {"changed_settings": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        (ref_result, "ref"),
+        (url_parameter, "url"),
+        (settings_result, "changed_settings"),
+        # One that ships, which is for Argo and for one machine.
+        (deploy_model, "url"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_stage_with_a_name_of_the_adapter_is_refused(stage: Any, name: str) -> None:
+    """It replaced the reference that later tasks read, or the address where the output is committed."""
+    with pytest.raises(UserError, match=f"stage {stage.name}: '{name}': has a meaning of its own"):
+        check_names(stage)
+
+
+@component("checkpoint", role="trainer", results={"loss": float})
+def train_on_scores(stage: Stage, policy: Input, scores: Input, *, iteration: int = 0) -> Results:
+    """Take the scorer's artifact under another name than the stages that ship."""
+    return {"loss": 1.0}
+
+
+def test_an_unrolled_loop_that_could_not_end_by_its_reward_is_refused() -> None:
+    """It was compiled, and ran on to its last iteration whatever the rewards were."""
+    train = Step(train_on_scores, policy="policy", scores="reward.rewards", iteration="iteration")
+    steps = [
+        Step(toy.rollout, policy="policy"),
+        Step(toy.reward, rollouts="rollout.rollouts"),
+        train,
+    ]
+    loop = Loop(
+        steps,
+        carry={"policy": "train-on-scores.checkpoint"},
+        constants=(),
+        reward="reward.mean-reward",
+        check=Step(toy.evaluate, policy="policy"),
+        finish=[],
+    )
+    definition = find_pipeline("grpo")
+    config = definition.configure(None, ["kfp.unroll=2", "loop.iterations=2"])
+
+    def create_task(name: str, **arguments: Any) -> SimpleNamespace:
+        outputs = ("rollouts", "rewards", "mean_reward", "checkpoint")
+        return SimpleNamespace(outputs=dict.fromkeys(outputs))
+
+    tasks = LoopTasks(
+        loop,
+        steps=dict.fromkeys([step.name for step in steps], create_task),
+        config=config,
+        url="s3://b/r",
+        shared={},
+        changes=dict.fromkeys([step.name for step in steps], ""),
+        target_reward=1.0,
+        values={"policy": None},
+    )
+    with pytest.raises(UserError, match=r"kfp\.unroll: 2: .* needs the input rewards from reward"):
+        tasks.iterate({"policy": None, "iteration": 1}, "s3://b/r/iterations/1")

@@ -27,7 +27,7 @@ from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.local.journal import Journal, Node, Workflow, lock_workdir
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
-from tuneloop.ui.app import STATIC, build_app
+from tuneloop.ui.app import OPEN_RUNS, STATIC, OpenRuns, build_app
 from tuneloop.ui.samples import MOST_TOKENS, PAGE_SIZE
 from tuneloop.weights.publish import publish_version
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
@@ -390,8 +390,8 @@ def test_text_of_a_policy_comes_as_data(client: TestClient, tmp_path: Path) -> N
         ("/api/runs/none", 404, "not found below"),
         ("/api/runs/good/samples/9", 404, "has none in good, which has come to iteration 2"),
         ("/api/runs/good/samples/x", 404, "has none in good"),
-        ("/api/runs/bad", 404, "was changed since it was written"),
-        ("/api/runs/bad/now", 404, "was changed since it was written"),
+        ("/api/runs/bad", 422, "was changed since it was written"),
+        ("/api/runs/bad/now", 422, "was changed since it was written"),
         ("/nowhere", 404, "Not Found"),
         ("/static/%2e%2e/app.py", 404, "Not Found"),
     ],
@@ -417,7 +417,7 @@ def test_what_has_changed_since_a_run_was_read_is_seen(client: TestClient, tmp_p
     manifest.write_text(manifest.read_text().replace('"mean_reward": ', '"mean_reward": 1'))
     answer = client.get("/api/runs/r/now")
     assert (answer.status_code, "was changed since it was written" in answer.json()["error"]) == (
-        404,
+        422,
         True,
     )
 
@@ -439,9 +439,30 @@ def test_a_workflow_that_was_changed_is_not_drawn(client: TestClient, tmp_path: 
     (tmp_path / "r/workflow.yaml").write_text("spec: {templates: [{dag: {tasks: []}}]}")
     answer = client.get("/api/runs/r")
     assert (answer.status_code, "is missing or was changed" in answer.json()["error"]) == (
-        404,
+        422,
         True,
     )
+
+
+def test_only_the_runs_that_were_asked_for_last_stay_open(tmp_path: Path) -> None:
+    """The page of all runs kept each of them in memory for ever."""
+    runs = OpenRuns(str(tmp_path), None)
+    names = [f"r{number}" for number in range(OPEN_RUNS + 3)]
+    for name in names:
+        make_run(tmp_path, name, 0, whole=False)
+
+    def use(name: str) -> Run:
+        return runs.use(name, lambda run: run, all_iterations=False)
+
+    first = use("r0")
+    for name in names[1:OPEN_RUNS]:
+        use(name)
+    assert use("r0") is first
+    for name in names[OPEN_RUNS:]:
+        use(name)
+    assert len(runs._runs) == OPEN_RUNS
+    assert use("r0") is first, "it was used after all others"
+    assert "r1" not in runs._runs and use("r1").name == "r1"
 
 
 def test_ctrl_c_ends_it_without_a_word(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from tests.mutations.changes import KINDS
 from tests.mutations.open_page import list_page_outcomes
 from tests.mutations.sample_run import SampleRun, make_sample_run
+from tests.objects import serve_bucket
 from tests.policies import commit_policy
 from tests.rollouts import commit_scored_rollouts
 from tuneloop.core.artifacts import Artifact
@@ -71,7 +72,7 @@ def test_a_file_that_changed_behind_an_open_page_is_proved_again(
             os.utime(rewards, ns=(status.st_atime_ns, status.st_mtime_ns))
         for _ in range(2):
             refusal = client.get(PAGE)
-            assert refusal.status_code == 404, refusal.text
+            assert refusal.status_code == 422, refusal.text
             assert "rewards.parquet" in refusal.json()["error"]
             assert "differs from its manifest" in refusal.json()["error"]
         rewards.write_bytes(whole)
@@ -122,6 +123,25 @@ def test_a_damaged_tokenizer_is_said_on_the_page_and_by_the_report(
         assert f"report: {page['note']}" in capsys.readouterr().err
     tokenizer.write_bytes(whole)
     assert samples.read_page(run, "1", {})["note"] == ""
+
+
+def test_a_tokenizer_that_is_unavailable_leaves_the_completions_readable(
+    rewards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The page was refused, and the report at the end of a run that had succeeded failed."""
+    files = [path for path in (tmp_path / "r").rglob("*") if path.is_file()]
+    objects = {str(path.relative_to(tmp_path)): path.read_bytes() for path in files}
+    monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "cache"))
+    with serve_bucket(objects, monkeypatch, refuse=lambda key: key.endswith("tokenizer.json")):
+        run = Run.open("r", "s3://bucket")
+        page = samples.read_page(run, "1", {})
+        assert page["rows"][0]["completion"] == TEXT and not any(page["pieces"].values())
+        assert page["note"].startswith("tokens are shown without their texts: "), page["note"]
+        render_page(run)
+    assert "report: tokens are shown without their texts: " in capsys.readouterr().err
 
 
 def test_no_change_behind_an_open_page_is_shown_as_if_nothing_were_wrong(

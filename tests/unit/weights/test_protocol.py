@@ -427,8 +427,8 @@ def test_the_command_drops_only_when_told_to(
     for version in range(3):
         publish_version(root, version, export, encoding=None)
     for options, said, left in (
-        ([], "to drop: 1, and", [0, 1, 2]),
-        (["--delete"], "dropped: 1\n", [0, 2]),
+        ([], "to delete: 1, and", [0, 1, 2]),
+        (["--delete"], "deleted: 1\n", [0, 2]),
     ):
         assert run_cli(["weights", "gc", root, "--pin", "0", *options]) == 0
         assert capsys.readouterr().out.startswith(said)

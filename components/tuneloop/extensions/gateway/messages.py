@@ -1,19 +1,19 @@
 """Bodies of Tinker's requests, and results as they are sent back.
 
 The names of fields are those of Tinker's client, and are checked by its own library in the tests. A
-field that is not declared here is ignored without a word; only those of `Sample` itself are
-refused. So a field that would change what is computed is declared, and refused in `session.py`
-where it is not supported.
+field that is not declared here is refused if it has a value, as it may change what is computed;
+`Body.IGNORED` has the few that do not. A field that is declared, but of which only some values are
+supported, is refused in `session.py`.
 
 `forward_backward` and its result have two forms, JSON here and protobuf in `wire.py`: a field or a
 dtype that is added is added to both.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
@@ -28,8 +28,22 @@ Number = Annotated[int, Field(ge=0, lt=2**31)]
 """The number of a request, a model or a sampling session; or seconds."""
 
 
-class Body(BaseModel, frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=()):
-    """A request's body; other fields, such as the client's metadata, are ignored."""
+class Body(BaseModel, frozen=True, extra="allow", allow_inf_nan=False, protected_namespaces=()):
+    """A request's body, or a part of one. A field that is unknown here has to be empty.
+
+    Attributes:
+        IGNORED: the client's fields that do not change what is computed.
+    """
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"session_id", "type", "user_metadata"})
+
+    @model_validator(mode="after")
+    def _refuse_unknown_fields(self) -> Self:
+        # The client sends some fields with their defaults, which are 0, False or null.
+        for name, value in (self.model_extra or {}).items():
+            if value and name not in self.IGNORED:
+                raise UserError(name, value, "is not known here; leave it out")
+        return self
 
 
 class LoraConfig(Body):
@@ -57,16 +71,26 @@ class LoraConfig(Body):
         return Lora(r=self.rank, lora_alpha=ALPHA)
 
 
+class OptimizerConfig(Body):
+    """The optimizer of a model, which the client's library always names."""
+
+    type: Literal["adamw"] = "adamw"
+
+
 class CreateModel(Body):
     """A model to train, from a checkpoint."""
 
     model_seq_id: Number = 0
     base_model: str
     lora_config: LoraConfig = LoraConfig(rank=0)
+    optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
 class OptimStep(Body):
-    """One optimizer step of a model, with its gradients since the last one."""
+    """One optimizer step of a model, with its gradients since the last one.
+
+    The options of another optimizer come as ``optimizer_params``, which is refused.
+    """
 
     model_id: str
     seq_id: Number | None = None
@@ -93,6 +117,7 @@ class LoadWeights(Body):
     model_seq_id: Number | None = None
     path: str
     optimizer: bool
+    optimizer_config: OptimizerConfig | None = None
 
 
 class CreateSampling(Body):
@@ -103,8 +128,11 @@ class CreateSampling(Body):
     model_path: str | None = None
 
 
-class Chunk(Body):
-    """A part of a prompt: token ids, or a type that is not supported here."""
+class Chunk(Body, extra="ignore"):
+    """A part of a prompt: token ids, or a type that `Prompt.read_tokens` refuses.
+
+    The other fields are those of such a type.
+    """
 
     type: str = "encoded_text"
     tokens: Ids = []
@@ -139,34 +167,35 @@ class SamplingParams(Body):
     top_p: float = 1.0
 
 
-class Sample(Body, extra="allow"):
+class Sample(Body):
     """A prompt and the number of its completions.
 
-    Unknown fields are kept, so that `Session.sample` can refuse those that would change the answer.
+    A sampling session has one model, which older clients name again.
     """
 
+    IGNORED: ClassVar[frozenset[str]] = Body.IGNORED | {"base_model", "model_path"}
     sampling_session_id: str
     seq_id: Number | None = None
     num_samples: int = Field(1, ge=1, le=1024)
     prompt: Prompt
     sampling_params: SamplingParams = SamplingParams()
     prompt_logprobs: bool | None = None
-    type: str = "sample"
 
 
 class Array(Body):
-    """The values of one dimension, as Tinker's JSON has a tensor."""
+    """A dense tensor, as Tinker's JSON has it; without a shape it has one dimension."""
 
     data: list[float]
     dtype: Literal["float32", "int64"] = "float32"
+    shape: list[Number] | None = None
 
     def read(self, name: str) -> np.ndarray:
-        """Return the values as ``[positions]``.
+        """Return the values in their shape.
 
-        Raises UserError, with `name`, if they do not fit the dtype.
+        Raises UserError, with `name`, if they do not fit the dtype or the shape.
         """
         try:
-            return np.array(self.data, self.dtype)
+            return np.array(self.data, self.dtype).reshape(self.shape or -1)
         except (ValueError, OverflowError) as error:
             problem = f"do not fit ({error})"
             raise UserError(f"loss_fn_inputs.{name}", self.dtype, problem) from error

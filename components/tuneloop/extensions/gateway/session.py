@@ -524,11 +524,7 @@ class Session:
 
 
 def _check_sampling(request: messages.Sample) -> None:
-    """Refuse what would change the completions, and is not supported here. Raises UserError."""
-    for name, value in (request.model_extra or {}).items():
-        # A sampling session has one model, which older clients name again.
-        if value and name not in ("base_model", "model_path"):
-            raise UserError(name, value, "is not known here; leave it out")
+    """Refuse values that are not supported here. Raises UserError."""
     params = request.sampling_params
     if params.top_k != -1 or params.top_p != 1:
         value = {"top_k": params.top_k, "top_p": params.top_p}

@@ -64,7 +64,8 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     Raises UserError for any other bytes, images, sound or sparse tensors.
     """
     message = _parse_request(body)
-    config: dict[str, float] = {}
+    # Older clients send only this form of it, newer ones both.
+    config: dict[str, float] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.text:
             raise UserError(f"loss_fn_config.{name}", value.text, "only numbers are known here")

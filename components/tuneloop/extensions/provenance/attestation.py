@@ -42,10 +42,8 @@ write_adapter`), it is added here.
 """
 CARD_HEAD = Path(__file__).with_name("model_card.md").read_text()
 CARD_BODY = Path(__file__).with_name("run_card.md").read_text()
-"""Templates of `str.format`: a brace in their text is written twice. They name entries of
-provenance and facts that every checkpoint has; one that an older checkpoint lacks ends the command
-with KeyError.
-"""
+"""Templates of `str.format`: a brace in their text is written twice. Their values are the arguments
+in `_write_card`."""
 CARD_SIGNATURES = """- `provenance.sigstore.json` names all that the model was made from; `model.sig` signs all files
   here. `tuneloop verify-model DIR --public-key FILE` proves both; `model_signing verify key` proves the files. After a
   change of this card sign again with `tuneloop attest`.
@@ -289,9 +287,14 @@ def _write_card(
         if score.entry in chain:
             method = describe_score(run, score)
             evaluations += f"| {score.version} | {score.value:.4g} | {method} |\n"
+    # A checkpoint of an older release may lack one.
+    provenance = entry.manifest.provenance
+    program = {name: provenance.get(name, "not stated") for name in PROGRAM}
     body = CARD_BODY.format(
         run=run,
+        version=entry.version,
         made=entry.manifest,
+        program=program,
         root=compute_root(run),
         prompts=_list_stage_parameters(chain, "prompts"),
         checkpoint=_list_stage_parameters(chain, "checkpoint"),

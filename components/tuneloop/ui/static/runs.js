@@ -54,7 +54,7 @@ export async function showRuns() {
   }
   async function read(name) {
     const now = await ask(link(name, "now")).catch(({ status, message }) => ({
-      phase: status === 404 ? "damaged" : "unreachable",
+      phase: { 404: "deleted", 422: "damaged" }[status] ?? "unreachable",
       reward: message,
     }));
     fillRow(rows.get(name), now);
