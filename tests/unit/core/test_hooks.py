@@ -52,6 +52,19 @@ def test_a_command_of_an_extension_is_there_with_it_alone() -> None:
     assert "submit" in listed and not set(shipped) & listed
 
 
+def test_a_stage_of_an_extension_is_loaded_by_its_declaration_alone() -> None:
+    program = """
+from tuneloop.core.component import find_component
+stage = find_component("tuneloop.extensions.evaluation.evaluate_lm_eval")
+print(stage and stage.name, find_component("tuneloop.extensions.evaluation"))
+"""
+    outputs = [
+        subprocess.check_output([sys.executable, "-c", beginning + program], text=True)
+        for beginning in ("", WITHOUT)
+    ]
+    assert outputs == ["evaluate_lm_eval None\n", "None None\n"]
+
+
 def forget_extensions() -> None:
     """Let the extensions be searched again, which a process does once."""
     for cached in (list_extensions, list_pod_hooks, load_sections, extend_config):
