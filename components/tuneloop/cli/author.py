@@ -1,7 +1,11 @@
 """Commands that look at a pipeline and run nothing: `plan`, `lint`, `render` and `schema`.
 
 What they print is made below: `planning/`, `argo/lint.py`, `config/commented_yaml.py`. The
-counterpart of `render` for Kubeflow Pipelines is in `kfp.py`.
+counterpart of `render` for Kubeflow Pipelines is in `kfp.py`. `cli/__init__.py: COMMANDS` names the
+commands.
+
+`plan` alone takes a store, and resolves a base model `run://…` by it. The others leave such a
+reference to what starts the run: `run`, and for pods `cli/checks.py: configure_remote`.
 """
 
 import json

@@ -196,6 +196,9 @@ def list_pipeline_folders(beside: str | os.PathLike[str] | None = None) -> list[
     Args:
         beside: a pipeline file, whose folder comes first; None: the folder ``pipelines`` of the
             current directory.
+
+    All but the first count as part of the image: `kfp/configure.py: read_files` sends no files of
+    them.
     """
     package = Path(__file__).parents[1]
     first = Path(beside).parent if beside else Path("pipelines")

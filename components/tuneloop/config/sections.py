@@ -8,8 +8,9 @@ those of the classes is a plugin, where the union has a class for `PLUGIN`.
 
 Sections of several kinds are algorithms, whose unions `choose_by_kind` makes, and the engine and
 its weights, whose unions `config/engines.py` and `config/engine_weights.py` write out of the same
-parts. `config/listing.py`, `config/followed.py`, `config/refusals.py` and `config/loading.py` find
-sections and their kinds by these functions alone: a field of a form that `list_variants` and
+parts. `config/listing.py`, `config/followed.py`, `config/refusals.py`, `config/loading.py`,
+`config/extended.py`, `config/loop.py` and `planning/limits.py` find sections and their kinds by
+these functions alone: a field of a form that `list_variants` and
 `find_section` do not recognize is one plain setting for them.
 """
 

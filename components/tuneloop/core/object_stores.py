@@ -1,6 +1,8 @@
 """What object stores take from the environment, and what they answer.
 
-`core/store.py` alone uses it: there are the requests, here the words of services and of obstore.
+`core/store.py` has the requests, and here are the words of services and of obstore.
+`cluster/preflight.py` reads the first variable out of `KEYS`, and `cli/checks.py` and
+`config/stored_facts.py` look for ``NoSuchBucket`` in messages.
 """
 
 import io
@@ -23,8 +25,8 @@ REFUSALS = (
     "SignatureDoesNotMatch",
 )
 """S3's errors that a retry does not change: the user's mistake, exit code 2. obstore does not
-recognize them when it lists keys. An error that is not here is unavailable, and retried for
-hours."""
+recognize them when it lists keys. `core/store_credentials.py: TEMPORARY` is asked before. An error
+that is in neither is unavailable, and retried for hours."""
 KEYS = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, for an S3 of your own AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",

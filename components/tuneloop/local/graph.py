@@ -1,7 +1,8 @@
 """Graphs of a local run: templates, DAGs, recursion, and the tags of inputs and outputs.
 
 The semantics are those of the Argo controller 3.7
-(https://argo-workflows.readthedocs.io/en/release-3.7/). Each task has a thread of its own; the work
+(https://argo-workflows.readthedocs.io/en/release-3.7/), but for `failFast` (a comment in
+``workflow/local_fields.yaml``). Each task has a thread of its own; the work
 is bounded by the number of pods that may run at a time.
 
 `tests/unit/local/parity` has workflows with the controller's own answers: a change of semantics is

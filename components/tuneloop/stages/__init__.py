@@ -15,6 +15,9 @@ What follows from a stage's signature:
   compared.
 - A parameter is a setting of each pipeline that takes the stage's `settings`, unless it is among
   `config/pipeline.py: SET_BY_PIPELINE`, as those that a graph wires.
+- Parameters that several stages share are a class of options, whose `flags` names those that a stage
+  takes (`inference/generate.py: SHARED_FLAGS`).
+- docs/stages.md has a table of all stages.
 - A default that a rule replaces is in `config/rules.py: RULES`, too
   (`tests/unit/config/test_followed.py`).
 - Metrics of a stage without a `role` are drawn nowhere (`runs/run_record.py: RECORDING_ROLES`).

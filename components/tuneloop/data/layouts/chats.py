@@ -1,7 +1,9 @@
 """Conversations and instructions: what people fine-tune on.
 
 A prompt that ends with the assistant's message is a whole conversation (`Example.is_conversation`):
-`data/splitting.py` gives it to SFT alone, whatever else the example has.
+`data/splitting.py` gives it to SFT alone, whatever else the example has. Which layout is taken of
+several that fit, and what a further one needs, is in `data/layouts/__init__.py`. Tests:
+`tests/unit/data/test_layouts.py`.
 """
 
 from dataclasses import replace

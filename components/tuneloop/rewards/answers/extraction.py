@@ -1,6 +1,8 @@
 """Find the final answer that a completion states: a box, "The answer is …", or its last expression.
 
-The rewards `numeric` and `choice` begin with it. Its rules decide which completions are right: a
+The rewards `numeric` and `choice` begin with it, and `data/layouts/_parts.py: find_boxed` reads gold
+answers of data sets by `iterate_boxes`. A resumed run keeps the scores that older rules gave. Its
+rules decide which completions are right: a
 change is tried on the recorded answers of `tests/unit/rewards` first (`test_numeric.py`,
 `test_dollars.py`, `test_choice_and_json.py`).
 """

@@ -26,6 +26,8 @@ def is_valid(schema: JsonMapping, value: Any, name: str) -> bool:
 
     Raises:
         Unverifiable: it is no schema.
+        Exception: a reference that leads nowhere, or a pattern that Python cannot read; the rewards
+            `json_schema` and `tool_calls` count such a value as not valid.
     """
     return bool(_build_validator(json.dumps(schema, sort_keys=True), name).is_valid(value))
 

@@ -36,7 +36,9 @@ from tuneloop.training.options import Optimization
 
 Item = TypeVar("Item")
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's moments of a parameter, by torch's names."""
+"""AdamW's moments of a parameter, by torch's names. `argo/training_memory.py` and
+`config/choices.py: find_activation_budget` count their bytes, and
+`training/state_sources.py: explain_fresh_state` decides whether a committed state fits."""
 
 
 class Trainer(Policy):
