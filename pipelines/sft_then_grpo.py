@@ -5,6 +5,10 @@
 The policy is evaluated before and after the loop, which `grpo.py` has. With its defaults it is the
 demo: a small Qwen3 made here learns to reverse digits from demonstrations most of which copy them
 instead. The loop then sharpens the skill by reward alone.
+
+A default that is set here is the author's for every base model: no rule of `config/rules.py: RULES`
+replaces it, unless the rule lists it (`tests/unit/config/test_followed.py`). `data` is set again,
+as `grpo` has no demonstrations.
 """
 
 from typing import Any

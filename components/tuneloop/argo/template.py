@@ -224,7 +224,8 @@ def server_template(server: ServerPlan, cluster: Cluster) -> Container:
 
     `inference/server.py` parses the flags. `cluster/serving.py` makes Deployments of this template:
     it reads the arguments in pairs, so each flag needs a value, and it drops those with a tag of
-    Argo.
+    Argo. KFP starts the server by itself (`kfp/rollout_server.py`): what changes here, such as the
+    time until it is ready (`BOOT_S` there), changes there.
     """
     has_replicas = server.replicas > 1
     inputs: list[str] = []

@@ -2,7 +2,9 @@
 DynamoGraphDeployment, here graph) that it uses.
 
 `tuneloop submit` (`cli/cluster.py: submit_run`) and sweeps use it. ``submit --server`` takes only
-the plan, and neither `check` nor `create` (`cluster/argo_server.py`).
+the plan, and neither `check` nor `create` (`cluster/argo_server.py`). What `plan` adds to the
+workflow is added by `cluster/drift.py` and `cli/cluster.py: diff_pipeline`, too, or `tuneloop diff`
+finds it in every run; what `create` creates besides is released by `cluster/submit.py: stop_run`.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,8 +12,8 @@ from pathlib import Path
 
 VARIABLE = "TUNELOOP_TOKEN_FILE"
 """Environment variable of servers and clients that names the file: set by `argo/pod_fields.py`,
-`kfp/rollout_server.py` and the gateway. The sandbox service has a variable of its own
-(`workflow/settings.py: SANDBOX_TOKEN`).
+`kfp/rollout_server.py`, the gateway and the manifests of the sandbox and the sampler. Clients of the
+sandbox service name its file by another one (`workflow/settings.py: SANDBOX_TOKEN`).
 
 If the file never existed, no token is required or sent."""
 _PATHS_READ: set[str] = set()

@@ -1,7 +1,8 @@
 """The splits of data, and how many rows each gets where the user does not say it.
 
 The tables below have a row for each split; `tuneloop.data` names the tables elsewhere. The numbers
-are stated by docs/data.md and the options of `stages/data_prep.py`, too.
+are stated by docs/data.md and the options of `stages/data_prep.py`, too. A source has at most one
+held-out split: `describe_rows` inverts `HELD_OUT`.
 """
 
 from collections.abc import Mapping

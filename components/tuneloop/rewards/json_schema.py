@@ -40,6 +40,9 @@ def score(completion: str, answer: str, metadata: JsonObject) -> tuple[float, di
     # Whatever the completion makes the parser or a pattern of the schema raise, it is not valid.
     try:
         value = parse_json(take_fenced(take_final_text(completion)))
+    except MemoryError:
+        # Earlier calls may hold it: a new process judges again (`judging.py: judge`).
+        raise
     except Exception:
         return 0.0, {"parsed": 0.0, "valid": 0.0}
     try:
