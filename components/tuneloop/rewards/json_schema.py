@@ -48,7 +48,7 @@ def score(completion: str, answer: str, metadata: JsonObject) -> tuple[float, di
     try:
         valid = is_valid(schema, value, "metadata['schema']")
         right = valid and (not must_be_equal or is_equal(value, expected))
-    except Unverifiable:
+    except (Unverifiable, MemoryError):
         raise
     except Exception:
         return 0.0, {"parsed": 1.0, "valid": 0.0}

@@ -57,6 +57,8 @@ def score(completion: str, answer: str, metadata: JsonObject) -> tuple[float, di
         if gold is None:
             raise
         return float(are_expected(calls, gold)), {"parsed": 1.0, "valid": 0.0}
+    except MemoryError:
+        raise
     except Exception:
         return 0.0, {"parsed": 1.0, "valid": 0.0}
     return float(right), {"parsed": 1.0, "valid": float(valid)}

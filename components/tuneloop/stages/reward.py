@@ -5,8 +5,10 @@ Rewards themselves are in `tuneloop.rewards`; the rows say which of them judge (
 fail.
 
 `evaluate` scores as this stage does, and TRL's GRPO by `training/backends/trl.py: score`. A column
-that rewards get in addition is read here and in both of these, and has to be made for the rows of
-`rewards/proof.py` and `local/probe.py`.
+that rewards get in addition is read here, in both of these, in `rewards/judging.py: judge_row` and
+in `extensions/provenance/questions.py` (`COLUMNS`), and has to be made for the rows of
+`rewards/proof.py` and `local/probe.py`. `questions.py` also reads each parameter that changes
+scores.
 """
 
 import itertools

@@ -3,6 +3,10 @@ them.
 
 Engines never see adapters: a checkpoint's ``model/`` has them merged in
 (`tuneloop.training.checkpoint`). `stages/export.py: write_adapter` writes them for peft.
+
+A merged weight is taken for the base's plus `get_delta_weight`. An option for which it is more, as
+of DoRA, changes `merge_adapters`, `disable_adapters`, `fsdp/trainer.py: is_unchanged` and
+`stages/export.py: read_adapters`.
 """
 
 from collections.abc import Iterator

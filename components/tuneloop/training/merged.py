@@ -9,6 +9,7 @@ from typing import Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.formats.adapter_files import AdapterFiles
+from tuneloop.training.lora import SECOND
 
 
 def find_adapter_on_hub(name: str, revision: str | None) -> Path | None:
@@ -62,6 +63,6 @@ def merge_adapter(model: Any, adapter: AdapterFiles, name: str, base: str) -> tu
             f"{', '.join(differing[:3])}"
         )
         raise UserError("base_model", name, remedy)
-    second = [value for key, value in saved.items() if ".lora_B." in key]
+    second = [value for key, value in saved.items() if SECOND in key]
     is_changed = not second or any(bool(value.any()) for value in second)
     return adapted.merge_and_unload(), is_changed

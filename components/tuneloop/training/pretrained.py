@@ -3,7 +3,9 @@
 Only `base_model` reads models from elsewhere. Every later stage opens the checkpoint that it wrote
 (`training/fsdp/loading.py: open_model`). Before a run, `config/model_facts.py: read_model_facts`
 reads what it can of such a model, and `planning/limits.py: check_base_model` refuses one that is
-incomplete: a new kind of address belongs there, too.
+incomplete: a new kind of address belongs there, too, into `formats/adapter_files.py: is_path` and
+`planning/pod_paths.py: check_model_path`, which would refuse it, and into `resolve` of
+`stages/base_model.py`, which pins it.
 
 Tests: `tests/unit/stages/test_pretrained.py`, of adapters `test_adapter_base.py`, of the hub
 `test_hub_names.py`, of stores `test_stored_models.py`.

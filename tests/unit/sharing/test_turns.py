@@ -183,7 +183,7 @@ turns = open_lease_group(str(store / "group"), who="first", patience=5)
 with turns.acquire(file=file):
     os.environ[fencing.VARIABLE] = str(file)
     if not watched:  # only what is asked before a commit
-        fencing._watch = lambda over, poll: None
+        fencing._watch = lambda finished: None
     code = stage.run(["--metrics", str(store / "out")])
 sys.exit(code)
 """

@@ -39,7 +39,11 @@ class StoreCredentials(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def environment_sources(self) -> list[JsonObject]:
-        """The list ``envFrom`` of a container."""
+        """The list ``envFrom`` of a container, for the patch of `cluster.pod.env_from`.
+
+        `argo/pod_fields.py: pod_fields` and `kfp/task_pod.py: _give_secrets` build the same sources
+        by themselves: all three change together.
+        """
         sources: list[JsonObject] = [{"configMapRef": {"name": self.config_map, "optional": True}}]
         if self.secret:
             sources.append({"secretRef": {"name": self.secret, "optional": True}})
