@@ -6,8 +6,8 @@ alone opens a whole model, which it has written, to compute the canary. Activati
 token: those that torch saves for the backward pass (`count_layer_bytes`); with gradient
 checkpointing, the input of each layer (4 × hidden), and one whole layer. Logits: 4 bytes each, and
 their gradient, for as many as exist at once. `config/choices.py` (`estimate_sequence_bytes`,
-`find_activation_budget`) estimates both again to choose the batch: they change together. KV cache a token: 2 × layers × KV heads × head size ×
-bytes a number.
+`find_activation_budget`) estimates both again to choose the batch: they change together. KV cache a
+token: 2 × layers × KV heads × head size × bytes a number.
 
 On a CPU, and for a server with `engine.snapshot`, a pod requests this memory and that of its
 programs (`compute_memory_request`). With a GPU, which holds these, it requests memory for its

@@ -3,7 +3,8 @@
 
 An option with a default has it where it is used: ``store: STORE = "runs"``. That default is also
 written in `runs/records.py: ROOT`, `cli/show.py: format_store_option`, `cli/author.py:
-plan_pipeline` and `argo/template.py`. `doctor.py`, `kfp.py` and the extension `fleets` have arguments of their own under some of these names.
+plan_pipeline` and `argo/template.py`. `doctor.py`, `kfp.py` and the extension `fleets` have
+arguments of their own under some of these names.
 """
 
 from pathlib import Path

@@ -127,6 +127,8 @@ def _check_identity(
         # Trust policies, associations and bindings are objects of the cloud.
         grant = credentials.setup.replace("NAMESPACE", cluster.namespace)
         grant = grant.replace("ACCOUNT", account)
+        if credentials.identity:
+            grant = grant.replace("IDENTITY", credentials.identity)
         finding = f"{kind}: not checked: what the cloud gives to ServiceAccount {account}"
         yield Check(SUBJECT, NOT_CHECKED, finding, grant)
     if kind == "eks_pod_identity":

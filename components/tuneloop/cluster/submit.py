@@ -164,13 +164,15 @@ def _read_settings(workflow: JsonMapping) -> JsonObject:
 def _collect_tracked(stage: StagePlan) -> JsonObject:
     """Collect the parameters that a stage compares with those of its committed output.
 
-    These are all parameters of a stage that is not installed here.
+    A parameter that the plan lacks has its default: an earlier build did not have it. Of a stage that
+    is not installed here these are the plan's parameters.
     """
     component = stage.component
     if component is None:
         return stage.parameters
     untracked = component.untracked
-    tracked = {name: value for name, value in stage.parameters.items() if name not in untracked}
+    parameters = component.list_defaults() | stage.parameters
+    tracked = {name: value for name, value in parameters.items() if name not in untracked}
     if component.identity is input_identity and "engine_args" in tracked:
         # Of the options of an engine only some change the completions.
         tracked |= input_identity(SimpleNamespace(engine_args=stage.engine_args))

@@ -384,13 +384,20 @@ class Component:
                 raise UserError(field, value, remedy)
         stage.log(COMMITTED)
 
+    def list_defaults(self) -> JsonObject:
+        """Return the default of each parameter that has one, as JSON."""
+        return {
+            name: to_jsonable_python(field.get_default(call_default_factory=True))
+            for name, field in self.Params.model_fields.items()
+            if not field.is_required()
+        }
+
     def _is_default(self, name: str, value: object) -> bool:
         """Tell whether a parameter, as JSON, has its default."""
-        field = self.Params.model_fields.get(name)
-        if field is None or field.is_required():
+        defaults = self.list_defaults()
+        if name not in defaults:
             return False
-        default = to_jsonable_python(field.get_default(call_default_factory=True))
-        return dump_canonical_json(default) == dump_canonical_json(value)
+        return dump_canonical_json(defaults[name]) == dump_canonical_json(value)
 
     def _run(self, stage: Stage, inputs: Mapping[str, Artifact]) -> Manifest:
         """Call the function and commit its output; only the leader's manifest is whole."""

@@ -146,7 +146,7 @@ def check_pod_identity(scheme: str) -> None:
     """
     path = os.environ.get(AGENT_TOKEN, "")
     if scheme == "s3" and os.path.isfile(path):
-        token = Path(path).read_text()
+        token = Path(path).read_bytes().decode("ascii", "replace")
         # obstore sends the file as a header, and panics if it is none.
         if not token.isascii() or not token.isprintable():
             remedy = (
@@ -200,6 +200,10 @@ def find_credential_fault(error: BaseException, answer: str) -> CredentialFault 
     if "token file" in text:
         reason = f"the pod has no token for {identity.source} ({answer}); {identity.setup}"
         return CredentialFault(reason, is_final=True)
+    # Elsewhere nothing is set of Google's, and nobody has chosen its metadata server: another cloud's
+    # answers at the same address.
+    if not identity.variables and os.environ.get(VARIABLE) != "gke":
+        return None
     # A service that does not answer has no status, and may be there later.
     match = STATUS.search(text)
     code = int(match["code"]) if match else 0
@@ -210,9 +214,6 @@ def find_credential_fault(error: BaseException, answer: str) -> CredentialFault 
         words = words.partition(" Debug source:")[0]
         reason = f"{identity.source} refuses the pod's account ({words}); {identity.grant}"
         return CredentialFault(reason, is_final=True)
-    # Elsewhere nothing is set of Google's, and nobody has chosen its metadata server.
-    if not identity.variables and os.environ.get(VARIABLE) != "gke":
-        return None
     reason = f"{identity.source} gives no credentials: do network policies let pods reach it?"
     return CredentialFault(f"{reason} ({answer})", is_final=False)
 

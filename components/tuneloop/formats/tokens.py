@@ -12,6 +12,7 @@ The functions of `chat_rendering`, `chat_replies` and `conversations` that other
 imported here, and taken from here. What is encoded in another way changes the ids that are trained:
 `tests/unit/formats/test_templates.py` has every template of TRL."""
 
+import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -112,11 +113,17 @@ def stop_ids(tokenizer: Any, model: Path) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
+@functools.lru_cache(8)
+def _find_call_marks(tokenizer: Any, size: int) -> dict[int, str]:
+    """Find id → text of the `CALL_MARKS` of a tokenizer of `size` tokens."""
+    added = tokenizer.get_added_vocab()
+    return {added[mark]: mark for mark in CALL_MARKS if mark in added}
+
+
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
     """Decode `ids` to text for people and verifiers, without special tokens but `CALL_MARKS`; never
     encode it again."""
-    added = tokenizer.get_added_vocab()
-    marks = {added[mark]: mark for mark in CALL_MARKS if mark in added}
+    marks = _find_call_marks(tokenizer, len(tokenizer))
     texts: list[str] = []
     for is_mark, part in itertools.groupby(ids, marks.__contains__):
         if is_mark:

@@ -16,11 +16,13 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+from tuneloop.core import store_credentials
 from tuneloop.core.ends import TERMINATED, describe_exit, name_signal
 from tuneloop.core.errors import TERMINATION_LOG, Retryable, UserError, describe_error
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.server_token import create_token_file
+from tuneloop.core.store_credentials import IDENTITIES
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.processes import Process, end_process
@@ -31,6 +33,13 @@ from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_KEY
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process. A stage that comes to
 import it has to leave this list, else it imports it afresh while the warm process still starts."""
+PODS_ALONE = {
+    "TUNELOOP_IMAGE",
+    store_credentials.VARIABLE,
+    *(name for identity in IDENTITIES.values() for name in identity.variables),
+}
+"""Variables of pods that are left out here: a run records the image of this machine, if any, and
+opens stores by the credentials of this machine."""
 SHARED = ("/tmp", "/dev/shm")
 """Directories that stay this machine's, also where a template mounts an emptyDir at them."""
 
@@ -251,8 +260,7 @@ def _build_environment(
         name = variable["name"]
         source = variable.get("valueFrom") or {}
         path = source.get("fieldRef", {}).get("fieldPath")
-        # The image that a run records is that of this machine, if any.
-        if "value" in variable and name != "TUNELOOP_IMAGE":
+        if "value" in variable and name not in PODS_ALONE:
             env[name] = files.translate(str(variable["value"]))
         elif path:
             env[name] = fields[path]

@@ -2,7 +2,7 @@
 others.
 
 `policy_update` deletes after each commit. `tuneloop gc --keep` has code of its own
-(`runs/retention.py`) on `list_needed` and `list_pinned`, and does not know `keep_every`.
+(`runs/retention.py`) on `list_needed`, `list_pinned` and the note `keep_every`.
 `planning/disk.py` computes the room that the rules leave. Forks and promotions pin what they need.
 The names of files and notes here are those of committed artifacts, and `runs/audit.py` reads them.
 

@@ -19,6 +19,7 @@ from tuneloop.cluster.watch import read_nodes
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.runs.stages import list_cluster_stages
+from tuneloop.workflow.plan import PLAN
 from tuneloop.workflow.settings import RUN_LABEL
 
 
@@ -113,6 +114,23 @@ def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:
         assert argo.create_workflow(cluster, larger, "demo") == "demo-2", (
             "what pods ask for may change"
         )
+
+
+def test_a_run_of_an_earlier_build_goes_on_at_the_defaults_of_new_parameters() -> None:
+    """Its plan lacks the parameters that its build did not have."""
+    earlier = prepared()
+    plan = json.loads(earlier["metadata"]["annotations"][PLAN])
+    for name in ("punish", "memory_mb"):
+        del plan["stages"]["evaluate"]["parameters"][name]
+    earlier["metadata"]["annotations"][PLAN] = json.dumps(plan)
+    with serving() as (server, cluster):
+        assert argo.create_workflow(cluster, earlier, "demo") == "demo"
+        node = {"id": "n", "name": "n", "type": "Pod", "templateName": "policy-update"}
+        live = server.objects["workflows", "demo"]
+        live["status"] = {"phase": "Failed", "nodes": {"n": {**node, "phase": "Succeeded"}}}
+        with pytest.raises(UserError, match=r"exists with another evaluate\.punish; submit"):
+            argo.create_workflow(cluster, prepared("grpo", "evaluate.punish=false"), "demo")
+        assert argo.create_workflow(cluster, prepared(), "demo") == "demo-2"
 
 
 def test_each_workflow_of_a_run_has_a_token_of_its_own_that_goes_with_it() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,9 @@ def test_an_identity_that_is_set_up_needs_no_secret(
     # What only the cloud knows is said, with the command that an admin gives there.
     (unseen,) = [check for check in checks if check["outcome"] == "not checked"]
     assert "what the cloud gives to ServiceAccount tuneloop-stage" in unseen["found"]
-    assert "tuneloop-stage" in unseen["remedy"] and "NAMESPACE" not in unseen["remedy"]
+    assert "tuneloop-stage" in unseen["remedy"]
+    assert not {"NAMESPACE", "ACCOUNT"} & set(re.split(r"\W", unseen["remedy"]))
+    assert kind != "gke" or "binding t@p.iam.gserviceaccount.com --role" in unseen["remedy"]
 
 
 @pytest.mark.parametrize("kind", ["irsa", "gke"])

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
+from tests.token_services import ROLE
 from tests.unit.local.making import Template, dag, given, named, run, shell, task, workflow
 from tests.waiting import LIMIT_S
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
+from tuneloop.core.store_credentials import VARIABLE
 from tuneloop.local import journal
 from tuneloop.local.executor import execute_workflow
 from tuneloop.local.journal import Node
+from tuneloop.workflow.credentials.irsa import IamRole
 from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_SECRET, Cluster
 
 ECHO = shell(
@@ -120,6 +123,17 @@ def test_pods_have_the_token_of_the_sandbox_that_this_machine_has(
     (tmp_path / "own").write_text("mine\n")
     monkeypatch.setenv(SANDBOX_TOKEN, str(tmp_path / "own"))
     assert named(run(tmp_path / "one", said, dag(task("a", "ok"))))["a"].outputs["token"] == "mine"
+
+
+def test_pods_open_stores_by_the_credentials_of_this_machine(tmp_path: Path) -> None:
+    """A cluster's identity is none here."""
+    environment = IamRole(role=ROLE).environment
+    said = shell("ok", "env > /tmp/out/environment", outputs=("environment",))
+    said["container"]["env"] = [
+        {"name": name, "value": value} for name, value in environment.items()
+    ]
+    text = named(run(tmp_path, said, dag(task("a", "ok"))))["a"].outputs["environment"]
+    assert VARIABLE in environment and VARIABLE not in text and "AWS_ROLE_ARN=" not in text
 
 
 def test_parameters_arguments_over_values_over_defaults(tmp_path: Path) -> None:

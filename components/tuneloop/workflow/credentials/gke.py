@@ -17,7 +17,7 @@ class GkeWorkloadIdentity(PodIdentitySettings):
 
     annotation: ClassVar[str] = "iam.gke.io/gcp-service-account"
     setup: ClassVar[str] = (
-        "gcloud iam service-accounts add-iam-policy-binding GOOGLE_ACCOUNT --role "
+        "gcloud iam service-accounts add-iam-policy-binding IDENTITY --role "
         "roles/iam.workloadIdentityUser --member "
         "'serviceAccount:PROJECT.svc.id.goog[NAMESPACE/ACCOUNT]'"
     )
