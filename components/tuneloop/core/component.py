@@ -556,7 +556,7 @@ def find_component(module: str, template: str = "", *, load: bool = False) -> Co
 def _is_extension_stage(module: str) -> bool:
     """Return whether an extension declares the stage that a module of the same name has."""
     path = find_extension_stage(module.rpartition(".")[2])
-    return path.partition(":")[0] == module
+    return bool(path) and path.partition(":")[0] == module
 
 
 REMEDIES = {

@@ -61,13 +61,15 @@ class Python:
         calls = parse_tool_calls(turn)
         self.remaining_s = self.limits.seconds
         texts: list[str] = []
+        escape = ""
         for call in calls:
             reply = self._answer_call(call)
-            # The episode is over: no further program runs.
-            if reply.escape:
-                return replace(reply, done=True)
             texts.append(reply.text)
-        return Reply("\n".join(texts), done=not calls)
+            if reply.escape:
+                # The episode is over: no further program runs.
+                escape = reply.escape
+                break
+        return Reply("\n".join(texts), done=not calls or bool(escape), escape=escape)
 
     def _answer_call(self, call: Call) -> Reply:
         if call.problem:

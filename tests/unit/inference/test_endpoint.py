@@ -250,7 +250,12 @@ def test_completions_of_two_versions_say_which_token_is_whose(tmp_path: Path) ->
 
     said = Completion([5, 6], [-0.1, -0.2], "length", 2, 3, versions=[2, 3])
     row = {"id": "p", "prompt": "", "answer": "", "reward": "{}", "metadata": "{}"}
-    tokenizer = type("Words", (), {"decode": lambda self, ids, **_: ""})()
+    methods = {
+        "decode": lambda self, ids, **_: "",
+        "get_added_vocab": lambda self: {},
+        "__len__": lambda self: 0,
+    }
+    tokenizer = type("Words", (), methods)()
     (made,) = make_rows(tokenizer, row, Request("g", [1], [0]), [said])
     assert made["policy_versions"] == [2, 3]
 
