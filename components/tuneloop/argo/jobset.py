@@ -387,7 +387,7 @@ def pod_spec(
         "command": list(command),
         "args": list(args),
         "env": variables,
-        "envFrom": [_plain(source.build()) for source in fields["env_from"]],
+        "envFrom": [_plain(source) for source in fields["env_from"]],
         "resources": _plain(fields["resources"].build()),
         "securityContext": settings.container_security,
         # Hera has no public way to build the two halves of a volume.

@@ -160,7 +160,7 @@ def pod_fields(
         cluster: has its place, its queue and the names of images.
         resources: what the pod requests; None: what its role does.
     """
-    from hera.workflows import ConfigMapEnvFrom, Resources, SecretEnvFrom, models
+    from hera.workflows import Resources, models
 
     image_name = cluster.images.format(image=image)
     resources = resources or plan_resources(role, cluster)
@@ -176,16 +176,13 @@ def pod_fields(
     }
     variables |= cluster.environment
     settings = cluster.pod_settings(role)
-    credentials = cluster.store_credentials
-    sources: list[Any] = [ConfigMapEnvFrom(name=credentials.config_map, optional=True)]
-    if credentials.secret:
-        sources.append(SecretEnvFrom(name=credentials.secret, optional=True))
+    sources = cluster.store_credentials.environment_sources
     fields: JsonObject = {
         "image": image_name,
         # A version of an image does not change: a node that has it asks no registry.
         "image_pull_policy": "IfNotPresent",
         "env": [models.EnvVar(name=name, value=value) for name, value in variables.items()],
-        "env_from": sources,
+        "env_from": [models.EnvFromSource.model_validate(source) for source in sources],
         "resources": Resources(
             cpu_request=resources.cpu,
             cpu_limit=cluster.resources(role).find_cpu_limit(cluster.limits),

@@ -363,6 +363,9 @@ class Component:
 
         Raises UserError with the first that differs.
         """
+        default_texts = {
+            name: dump_canonical_json(value) for name, value in self.list_defaults().items()
+        }
         origins: list[tuple[str, object, object]] = [("stage", self.name, manifest.stage)]
         for values, committed in (
             (stage.tracked, manifest.params),
@@ -370,7 +373,8 @@ class Component:
         ):
             for name, value in values.items():
                 # An earlier release did not have this parameter, whose default is what it did then.
-                if name not in committed and self._is_default(name, value):
+                is_default = default_texts.get(name) == dump_canonical_json(value)
+                if name not in committed and is_default:
                     continue
                 origins.append((f"--{to_kebab_case(name)}", value, committed.get(name)))
         for field, value, committed_value in origins:
@@ -391,13 +395,6 @@ class Component:
             for name, field in self.Params.model_fields.items()
             if not field.is_required()
         }
-
-    def _is_default(self, name: str, value: object) -> bool:
-        """Tell whether a parameter, as JSON, has its default."""
-        defaults = self.list_defaults()
-        if name not in defaults:
-            return False
-        return dump_canonical_json(defaults[name]) == dump_canonical_json(value)
 
     def _run(self, stage: Stage, inputs: Mapping[str, Artifact]) -> Manifest:
         """Call the function and commit its output; only the leader's manifest is whole."""

@@ -62,7 +62,8 @@ class LineageFacts(Facts):
     Attributes:
         base: reference of the checkpoint that the adapters belong to, None without adapters.
         trainer_state: None where the state is among the files, or where nothing was trained yet.
-        dropped_generation_settings: settings of sampling that the base had, which are not handed on.
+        dropped_generation_settings: settings of sampling that the base had, and that are not handed
+            on.
     """
 
     base: str | None = None

@@ -20,8 +20,8 @@ stage. A prompt to sample from is never cut: with `truncate` it is left out. Rea
 `truncate` (`training/lengths.py`) and `refuse` (`check_share`, `inference/prompt_room.py`) alone,
 so a further action would act as `drop` until each of them knows it."""
 DROP_AT_MOST = 0.01
-"""The share of rows that may be dropped: the default of `stages/data_prep.py: DataOptions`, and that
-of data whose manifest does not state one."""
+"""The share of rows that may be dropped: the default of `stages/data_prep.py: DataOptions`, and the
+share for data whose manifest does not state one."""
 SHOWN = 10
 """Rows that an error or a fact names; `data/budgets.py` has its own for rows that cannot be
 used."""

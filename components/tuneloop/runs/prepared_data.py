@@ -37,7 +37,9 @@ def read_prepared_data(entry: Entry) -> PreparedData | None:
 
 
 def describe_data(run: Run) -> dict[str, str]:
-    """Describe a run's data: ``data``, its layouts, and ``rows``, how many; empty where not known."""
+    """Describe a run's data: ``data``, its layouts, and ``rows``, their number; empty where the
+    facts do not state it.
+    """
     data = find_prepared_data(run) or PreparedData()
     return {"data": "; ".join(data.recognised), "rows": data.describe_rows()}
 

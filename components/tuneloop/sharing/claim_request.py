@@ -1,5 +1,5 @@
-"""What the steps of a workflow that reserve and release claims are told: the devices of a claim, and
-how many runs share it.
+"""What a workflow's steps reserve and release: the devices of a claim, and the number of runs that
+share it.
 
 `extensions/sharing/claim_steps.py` writes it into the rendered steps, as the flag ``--share``, and
 `cluster/reservations.py` reads it in their pods. The tests are

@@ -36,8 +36,10 @@ SINGULAR = re.compile(r"(?<=[a-z]{2})(?<!s)s\b")
 
 
 def name_unit(unit: str) -> str:
-    """Bring a unit to one spelling: in the singular, squares as ``^2``. The word "units" names no unit,
-    and is dropped. Names are replaced word by word: km/h and "km per hour" stay different.
+    """Bring a unit to one spelling: in the singular, squares as ``^2``.
+
+    The word "units" names no unit, and is dropped. Names are replaced word by word: km/h and "km
+    per hour" stay different.
     """
     unit = re.sub(r"[\s\\]+", " ", unit.lower()).strip(" .")
     unit = re.sub(r"[{}]", "", unit)

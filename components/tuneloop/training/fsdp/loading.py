@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import UserError, print_diagnostic
 from tuneloop.formats.architectures import choose_dense_attention, find_model_class
 from tuneloop.training.fsdp import attention
 from tuneloop.training.fsdp.export import cut_rows, get_local
@@ -59,8 +59,11 @@ def open_model(
     try:
         if ranks is not None and ranks.world > 1:
             model = _make_empty_model(opener, directory, dtype, implementation, config)
-            if not explain_whole_loading(model, directory, ranks):
+            reason = explain_whole_loading(model, directory, ranks)
+            if not reason:
                 return _fill_rows(model, directory, dtype, ranks)
+            if ranks.rank == 0:
+                print_diagnostic(f"load: each rank loads the whole model: {reason}", 0)
         return opener.from_pretrained(
             directory,
             dtype=dtype,

@@ -39,10 +39,11 @@ class StoreCredentials(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def environment_sources(self) -> list[JsonObject]:
-        """The list ``envFrom`` of a container, for the patch of `cluster.pod.env_from`.
+        """The list ``envFrom`` of a container: of pods (`argo/pod_fields.py: pod_fields`), and of the
+        patch of `cluster.pod.env_from`, which replaces the list.
 
-        `argo/pod_fields.py: pod_fields` and `kfp/task_pod.py: _give_secrets` build the same sources
-        by themselves: all three change together.
+        A task of Kubeflow Pipelines has no such list: `kfp/task_pod.py: _give_secrets` names the
+        keys of the two objects one by one.
         """
         sources: list[JsonObject] = [{"configMapRef": {"name": self.config_map, "optional": True}}]
         if self.secret:
